@@ -37,7 +37,7 @@ def decide(snapshot):
         most[name] = min(vm["size_bytes"], vm["limit_bytes"] or vm["size_bytes"]) // PAGE * PAGE
         reserved = words["reservation_bytes"] or (most[name] if words["class"] == "guaranteed" else 0)
         least[name] = min(-(-max(reserved, snapshot["host"]["smallest_bytes"]) // PAGE) * PAGE, most[name])
-        weight[name] = shares * max(vm["working_set"]["bytes"], PAGE)
+        weight[name] = shares * max(vm["working_set_bytes"] or vm["resident_bytes"], PAGE)
     spare, whole = max(0, spare - sum(least.values())), sum(weight.values())
     return [{"name": n, "limit_bytes": min(most[n], least[n] + spare * weight[n] // whole)} for n in weight]
 

@@ -4,7 +4,7 @@
 #   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line; tables and plots of them
 #   BENCH_ARGS=--quick         fewer pages and rounds: whether all of it runs
 #
-# Root, on a machine that does nothing else: some four hours, native guests the first two of them. A guest that cannot
+# Root, on a machine that does nothing else: some three hours, native guests the first two of them. A guest that cannot
 # run here is named and left out.
 # Exit code: 0, or 1 if a bench failed (the others are measured all the same).
 set -u
@@ -41,10 +41,8 @@ table() {
         if (value("workload") != "") title = title ", " value("workload")
         if (value("measures") != "") title = title ", " value("measures")
         if (value("measures") != "" && value("ram_bytes") != "") title = title ", " value("ram_bytes") / 1048576 " MiB"
-        if (value("cycles") != "") title = title ", " value("cycles") " cycles"
         if (value("vms") != "") title = title ", " value("vms") " VMs"
         if (value("level_pct") != "") title = title ", " value("level_pct") " % of their memory"
-        if (value("pair") != "") title = title ", " value("pair") ", half of their memory"
         printf "\n**%s**\n\n", title
         printf "| Figure | median | lowest | highest | A/A %% or 95 %% range |\n|---|---|---|---|---|\n"
         for (i = 1; i <= count; i++) {
@@ -59,7 +57,7 @@ table() {
             sub(/_(min|max|aa_pct|ci95_low|ci95_high)$/, "", base)
             if ((base "_min") in values) continue
             if (value(key) == "null") print "| `" key "` | not measured | | | |"
-            else if (key !~ /^(bench|guest|data|workload|pair)$/) facts = facts ", " key " " value(key)
+            else if (key !~ /^(bench|guest|data|workload)$/) facts = facts ", " key " " value(key)
         }
         if (facts != "") print "\n" substr(facts, 3)
         if (missing != "") print "\nNot measured: " missing
@@ -83,14 +81,13 @@ measure() {
     echo "Measured by scripts/bench.sh at $(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)," \
         "Linux $(uname -r), $(nproc) CPUs, load before $(cut -d' ' -f1 /proc/loadavg)."
 } >"$out/tables.md"
-for guest in native kvm qemu; do
+for guest in native kvm; do
     # One that cannot run here says why at once.
-    "$ballast" bench storm --guest "$guest" --quick >/dev/null || { echo "== no $guest guest here"; continue; }
+    "$ballast" bench limit --guest "$guest" --quick >/dev/null || { echo "== no $guest guest here"; continue; }
     # What another guest would not change, or cannot have: their rows would only say so.
     case $guest in
     native) rows="restore reclaim scale idle storm balance pool upgrade real" ;;
     kvm) rows="restore reclaim scale idle balance" ;;
-    qemu) rows="restore reclaim idle" ;;
     esac
     for what in $rows; do
         measure $guest "$what" "$@"

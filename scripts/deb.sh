@@ -1,10 +1,12 @@
 #!/bin/bash
 # A Debian package and a tarball of the product, from the programs of scripts/release.sh.
 #
-#   scripts/deb.sh [--programs DIR] [--version VERSION]
+#   scripts/deb.sh [--programs DIR] [--version VERSION] [--sbom]
 #
 #   --programs DIR      (target/dist) has ballastd, ballast and libballast_preload.so
 #   --version VERSION   of the package; by default the workspace's
+#   --sbom              also makes target/dist/NAME.cdx.json for each program: what it is built from, in CycloneDX 1.4
+#                       (installs cargo-sbom in target/tools)
 #
 # Environment: DEBFULLNAME and DEBEMAIL of the maintainer, SOURCE_DATE_EPOCH (the last commit's time).
 #
@@ -14,14 +16,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 programs=target/dist
+sbom=
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 while [ $# -gt 0 ]; do
     case $1 in
-    --programs) programs=$2 ;;
-    --version) version=$2 ;;
+    --programs) programs=$2; shift ;;
+    --version) version=$2; shift ;;
+    --sbom) sbom=yes ;;
     *) echo "unknown option $1" >&2; exit 1 ;;
     esac
-    shift 2
+    shift
 done
 maintainer="${DEBFULLNAME:-Ballast} <${DEBEMAIL:-root@localhost.localdomain}>"
 arch=$(dpkg --print-architecture)
@@ -76,7 +80,7 @@ put 644 configs/grafana/ballast.json usr/share/ballast/grafana/ballast.json
 
 doc=usr/share/doc/ballast
 for page in README.md ARCHITECTURE.md docs/*.md; do
-    put 644 "$page" "$doc/${page#docs/}"
+    put 644 "$page" "$doc/$page"
 done
 {
     echo "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/"
@@ -124,5 +128,12 @@ CONTROL
     >"$root/DEBIAN/md5sums"
 chmod 644 "$root/DEBIAN/"{md5sums,conffiles,control}
 dpkg-deb --root-owner-group --build "$root" "$out/ballast_${version}_$arch.deb" >/dev/null
+if [ -n "$sbom" ]; then
+    [ -x target/tools/bin/cargo-sbom ] || cargo install --quiet --locked --root target/tools cargo-sbom
+    for name in daemon cli preload; do
+        target/tools/bin/cargo-sbom sbom --cargo-package "ballast-$name" --output-format cyclone_dx_json_1_4 \
+            >"$out/ballast-$name.cdx.json"
+    done
+fi
 (cd "$out" && sha256sum "ballast_${version}_$arch.deb" "ballast-$version-$machine.tar.gz" >SHA256SUMS)
 echo "deb: $out/ballast_${version}_$arch.deb"

@@ -9,7 +9,7 @@
 #   longest_wait_guest  the test it was in, and its name
 #   failed, passed   tests; rounds, seconds
 #
-#   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200);
+#   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 200 a test), SOAK_TEST_SECONDS (2400);
 #                                 BALLAST_UPGRADES (100 a test; 1,000 need SOAK_TEST_SECONDS=7200),
 #                                 BALLAST_REMOTE_EVENTS (100: what happens to a cluster, 2 to 5 s each),
 #                                 BALLAST_NEXT (what scripts/next-build.sh prints)
@@ -21,7 +21,7 @@ cd "$(dirname "$0")/.."
 seconds=${1:-3600}
 export BALLAST_UPGRADES=${BALLAST_UPGRADES:-100}
 export BALLAST_REMOTE_EVENTS=${BALLAST_REMOTE_EVENTS:-100}
-export BALLAST_KILLS=${BALLAST_KILLS:-50} BALLAST_POOL_KILLS=${BALLAST_POOL_KILLS:-100}
+export BALLAST_KILLS=${BALLAST_KILLS:-200} BALLAST_POOL_KILLS=${BALLAST_POOL_KILLS:-100}
 export PROPTEST_CASES=${PROPTEST_CASES:-4000} RUST_BACKTRACE=0
 export BALLAST_GUEST_DIR=${BALLAST_GUEST_DIR:-$PWD/target/guest}
 [ "$(id -u)" = 0 ] || { echo "soak: needs root" >&2; exit 2; }
@@ -57,7 +57,7 @@ while [ $((SECONDS - start)) -lt "$seconds" ]; do
             "$rounds" $((SECONDS - start)) "$seconds" "${name%-*}" >&2
         # A session of its own, so that whatever a failed test leaves running ends with it.
         (cd "$package" &&
-            exec setsid timeout --kill-after=10 "${SOAK_TEST_SECONDS:-1200}" "$program" </dev/null >"$work/out" 2>&1) &
+            exec setsid timeout --kill-after=10 "${SOAK_TEST_SECONDS:-2400}" "$program" </dev/null >"$work/out" 2>&1) &
         child=$!
         status=0
         wait "$child" || status=$?

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh            all of it
 #   REQUIRE=qemu,kvm           a suite that cannot run here is then a failure, not a SKIP
-#   BALLAST_KILLS=200          kills in the crash suite
+#   BALLAST_KILLS=200          kills in the crash suite, instead of 40
 #   STEP_SECONDS=1200          a step that takes longer is ended and has failed
 set -euo pipefail
 cd "$(dirname "$0")/.."

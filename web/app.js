@@ -90,7 +90,7 @@ const COLUMNS = [
   ["kind", "Kind", (vm) => vm.kind],
   ["status", "Status", (vm) => vm.status],
   ["size", "Size", (vm) => vm.size_bytes],
-  ["limit", "Held at", (vm) => kept(vm) ?? -1],
+  ["limit", "Limit", (vm) => kept(vm) ?? -1],
   ["resident", "Resident", (vm) => vm.resident_bytes],
   ["far", "Far", (vm) => vm.far_bytes],
   ["stall", "Stall", (vm) => percent(vm)],
@@ -231,9 +231,10 @@ function showWaiting() {
   const more = waiting.length > WAITING_SHOWN ? [`and ${waiting.length - WAITING_SHOWN} more VMs`] : [];
   fill($("waiting"), [...(host.warnings ?? []),
     ...waiting.slice(0, WAITING_SHOWN).map((vm) => `${vm.name}: ${why(vm)}`), ...more].map((text) => [null, text]));
-  const word = host.state ? `Host memory: ${host.state}. ` : "";
+  const word = host.state ? `Free memory of the host: ${host.state}. ` : "";
   put($("host-state"), `${word}Policy: ${host.policy}.${state.note}`);
-  put($("summary"), `${host.vms} VMs · ${size(host.resident_bytes)} resident · ${size(host.far_bytes)} far · ` +
+  put($("summary"), `${host.vms} ${host.vms === 1 ? "VM" : "VMs"} · ` +
+    `${size(host.resident_bytes)} resident · ${size(host.far_bytes)} far · ` +
     `ballast ${host.version}, engine ${host.engine_epoch}`);
 }
 
@@ -243,7 +244,7 @@ const vmChart = new charts.Chart($("vm-chart"), [
   { name: "resident", column: "resident", color: "resident", stacks: true },
   { name: "far", column: "far", color: "far", stacks: true },
   { name: "zero", column: "zero", color: "zero", stacks: true },
-  { name: "held at", column: "limit", color: "limit" },
+  { name: "limit", column: "limit", color: "limit" },
   { name: "working set", column: "other", color: "other", dash: [6, 4] },
 ]);
 const stallChart = new charts.Chart($("stall-chart"), [{ name: "stall", column: "stall", color: "bad" }],
@@ -290,7 +291,7 @@ function where(vm) {
 async function showHeat(vm) {
   const heat = await ask(`/v1/vms/${encodeURIComponent(vm.name)}/heat?cells=96`);
   const canvas = $("heat");
-  canvas.hidden = !heat.source || heat.cycles === 0;
+  canvas.hidden = !heat.is_tracked || heat.cycles === 0;
   if (canvas.hidden) {
     put($("heat-text"), vm.kind === "adopted" ? "The kernel does not say how old an adopted VM's pages are." :
       `Nobody tracks ${vm.name}: \`ballast vm heat ${vm.name} --track on\` does, for some percent of its speed.`);
@@ -327,8 +328,8 @@ async function showVm() {
   }
   const limit = kept(vm);
   const named = (bytes) => (bytes === null ? "none" : size(bytes));
-  put($("vm-text"), `${size(vm.size_bytes)} of RAM: ${size(vm.resident_bytes)} resident; held at ${named(limit)} ` +
-    `(operator: ${named(vm.limit_bytes)}, policy: ${named(vm.target_bytes)}).${few(history)}`);
+  put($("vm-text"), `${size(vm.size_bytes)} of RAM: ${size(vm.resident_bytes)} resident; limit ${named(limit)} ` +
+    `(an operator's: ${named(vm.limit_bytes)}, the policy's: ${named(vm.target_bytes)}).${few(history)}`);
   put($("stall-text"), `Stall: part of the time for which it waits for far memory; now ${percent(vm).toFixed(1)} %.`);
   const words = decisions.slice(-3).reverse().flatMap((one) =>
     one.sentences.map((text) => [new Date(one.last_unix_ms).toLocaleTimeString("en-GB"), text]));
@@ -407,14 +408,17 @@ async function loop() {
     try {
       await tick();
       if (state.failedAt) $("banner").hidden = true;
+      document.body.classList.remove("old");
       state.failedAt = null;
     } catch (error) {
       state.failedAt ??= Date.now();
       const old = state.host ? " What is shown is from before." : "";
       put($("banner"), `ballastd does not answer since ${new Date(state.failedAt).toLocaleTimeString("en-GB")}: ` +
-        "VMs run on, and those that touch far memory wait until it does (`systemctl status ballastd`)." +
+        "VMs run on, no memory is lost, and VMs that touch far memory wait until it does " +
+        "(`systemctl status ballastd`)." +
         `${old} ${error.message ?? error.problem ?? error}`);
       $("banner").hidden = false;
+      document.body.classList.add("old");
     }
   }
   setTimeout(loop, state.vms.length > MANY ? MANY_MS : FAST_MS);

@@ -93,7 +93,9 @@ const charts = (() => {
       if (this.format === size) y.splits = splits;
       this.plot = new uPlot({
         ...this.room(),
-        series: [{ value: (_, at) => (at === null ? "now" : clock(at)) }, ...drawn],
+        // Half of the last label of the time axis is right of the chart.
+        padding: [null, 32, null, null],
+        series: [{ value: (_, at) => (at === null ? "last sample" : clock(at)) }, ...drawn],
         axes: [x, y],
         scales: { y: { range: (_, __, high) => [0, Math.max(this.top ?? 0, (high ?? 0) * 1.05, 1)] } },
         legend: { live: true },

@@ -1,7 +1,6 @@
-//! Compiles the guest programs: `guest/entry.rs` to a flat image linked at its guest address, `guest/linux.rs` to a
-//! static program for a Linux guest.
+//! Compiles the guest program: `guest/entry.rs` to a flat image linked at its guest address.
 //!
-//! Before: cargo runs it. After: `src/kvm.rs` embeds the image, `src/qemu/initrd.rs` the program.
+//! Before: cargo runs it. After: `src/kvm.rs` embeds the image.
 //! Promise: the image is self-contained; a reference to anything outside it (a library call, a panic) fails the build.
 
 use std::path::{Path, PathBuf};
@@ -9,27 +8,17 @@ use std::process::Command;
 use std::{env, fs};
 
 fn main() {
-    for input in [
-        "build.rs",
-        "guest/entry.rs",
-        "guest/link.ld",
-        "guest/linux.rs",
-        "src/guest.rs",
-        "src/law.rs",
-        "src/programs.rs",
-    ] {
+    for input in ["build.rs", "guest/entry.rs", "guest/link.ld", "src/guest.rs", "src/law.rs", "src/programs.rs"] {
         println!("cargo::rerun-if-changed={input}");
     }
-    let out = PathBuf::from(var("OUT_DIR"));
-    let (image, program) = (out.join("guest.bin"), out.join("linux-guest"));
+    let image = PathBuf::from(var("OUT_DIR")).join("guest.bin");
     if var("CARGO_CFG_TARGET_ARCH") != "x86_64" {
         // Native guests run on any architecture. An empty image refuses the other guests at run time.
-        [image, program].iter().for_each(|file| fs::write(file, []).expect("write an empty guest image"));
+        fs::write(image, []).expect("write an empty guest image");
         return;
     }
     let script = PathBuf::from(var("CARGO_MANIFEST_DIR")).join("guest/link.ld");
     compile("guest/entry.rs", &image, &["-Wl,--oformat=binary".into(), format!("-Wl,-T,{}", script.display())]);
-    compile("guest/linux.rs", &program, &["-Wl,--strip-all".into()]);
 }
 
 fn compile(source: &str, to: &Path, more: &[String]) {

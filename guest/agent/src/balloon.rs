@@ -18,9 +18,6 @@ use crate::vital;
 
 /// Pages taken at a time: 8 MiB.
 const CHUNK: u64 = 2048;
-/// Memory that a node keeps free: 1/N of it, and at least this much.
-const SPARE_PART: u64 = 32;
-const SPARE_LEAST: u64 = 16 << 8;
 /// Share of time, in 1/1000, that tasks may wait for memory before some of it is returned; and how long nothing is
 /// taken after that.
 const STALL: u64 = 50;
@@ -211,7 +208,7 @@ impl Balloon {
 /// Pages that this node keeps free.
 fn least(node: u32) -> u64 {
     let pages = vital::nodes().iter().find(|other| other.node == node).map_or(0, |node| node.pages);
-    (pages / SPARE_PART).max(SPARE_LEAST)
+    vital::least_free(pages)
 }
 
 /// Did tasks of the guest wait too long for memory in this time? While the balloon fills, the kernel finds memory for
@@ -231,7 +228,7 @@ mod tests {
         balloon.want(0, 100);
         balloon.want(1, 0);
         let lacks = balloon.lacks();
-        assert!(lacks.len() == 1 && lacks[&0] >= 100 + SPARE_LEAST, "{lacks:?}");
+        assert!(lacks.len() == 1 && lacks[&0] >= 100 + vital::least_free(0), "{lacks:?}");
         balloon.want(0, u64::MAX);
         assert_eq!(balloon.lacks()[&0], u64::MAX);
         balloon.want(0, 0);

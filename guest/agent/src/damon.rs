@@ -19,11 +19,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_tier::source::damon::lock;
+use ballast_tier::source::damon::{ADMIN, lock};
 
 use crate::files;
 
-const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 /// File that says that the kdamond is ours, and how `damon_stat` was set.
 const NOTE: &str = "/run/ballast-agent.damon";

@@ -19,15 +19,12 @@ use ballast_messages::run::{COLD, HOTTEST};
 
 use crate::damon::Damon;
 use crate::memory::{self, Flags};
+use crate::pace::CPU_PART;
 use crate::reuse::{self, AGES, Reuse, STEP};
 use crate::setting::Setting;
 
 /// Largest part: 4 GiB.
 const PART: u64 = 1 << 20;
-/// Least time between two looks at a part.
-const LOOK_PAUSE: Duration = STEP;
-/// Time between two looks at any, by the time that the kernel took for the last.
-const LOOK_PART: u32 = 20;
 /// Looks at a part that are further apart than this do not tell the order in which a program goes through its memory
 /// once a minute.
 const FAR_APART: Duration = Duration::from_secs(20);
@@ -92,7 +89,7 @@ impl Part {
     }
 
     fn is_due(&self, now: Instant) -> bool {
-        self.ends.front().is_none_or(|end| now.saturating_duration_since(*end) >= LOOK_PAUSE)
+        self.ends.front().is_none_or(|end| now.saturating_duration_since(*end) >= STEP)
     }
 
     /// A look begins, which ends at this time or later.
@@ -269,7 +266,7 @@ impl Looks {
         if is_due {
             self.turn = (turn + 1) % self.parts.len();
             let took = Duration::from_micros(self.damon.cpu_us() - cpu_us);
-            self.next = Instant::now() + self.pause.max(took * LOOK_PART);
+            self.next = Instant::now() + self.pause.max(took * CPU_PART);
         }
         Ok(())
     }
@@ -317,7 +314,7 @@ mod tests {
     fn after(looks: impl Iterator<Item = u64>) -> (Part, Instant) {
         let (mut part, mut now) = (Part::new((7, 8)), Instant::now());
         for flags in looks {
-            now += LOOK_PAUSE;
+            now += STEP;
             part.began(now);
             part.saw(7, flags);
             part.learn();
@@ -360,7 +357,7 @@ mod tests {
     fn a_page_that_is_due_is_not_cold_and_one_that_was_just_accessed_in_a_circle_is_colder() {
         let mut part = Part::new((0, 130));
         let start = Instant::now();
-        let now = |look: u64| start + LOOK_PAUSE * look as u32;
+        let now = |look: u64| start + STEP * look as u32;
         // Ten pages in each look, and all in thirteen; each stands for many.
         for look in 0..200 {
             part.began(now(look));
@@ -383,10 +380,10 @@ mod tests {
         let (mut part, now) = (Part::new((0, 1)), Instant::now());
         assert_eq!(part.apart(now), Duration::ZERO, "no look yet");
         part.began(now);
-        assert_eq!(part.apart(now + LOOK_PAUSE), LOOK_PAUSE);
-        part.began(now + LOOK_PAUSE * 5);
-        let apart = [6, 9, 11].map(|pauses| part.apart(now + LOOK_PAUSE * pauses));
-        assert_eq!(apart, [5, 5, 6].map(|pauses| LOOK_PAUSE * pauses));
+        assert_eq!(part.apart(now + STEP), STEP);
+        part.began(now + STEP * 5);
+        let apart = [6, 9, 11].map(|pauses| part.apart(now + STEP * pauses));
+        assert_eq!(apart, [5, 5, 6].map(|pauses| STEP * pauses));
     }
 
     #[test]
@@ -394,6 +391,6 @@ mod tests {
         let (mut part, now) = (Part::new((0, 1)), Instant::now());
         assert!(part.is_due(now));
         part.began(now);
-        assert!(!part.is_due(now + LOOK_PAUSE / 2) && part.is_due(now + LOOK_PAUSE));
+        assert!(!part.is_due(now + STEP / 2) && part.is_due(now + STEP));
     }
 }

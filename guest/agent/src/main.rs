@@ -21,11 +21,12 @@
 //! | `memory` | where RAM is, and what each page of it holds (`/proc/kpageflags`) |
 //! | `report` | both together: runs of pages, the cheapest to lose first |
 //! | `owned` | memory of the agent's own, on a node, whose guest-physical pages are known and stay (`pin`) |
+//! | `pace` | how often it tries, and how much of a CPU it takes |
 //! | `prove` | pages with the host's nonce in them: where the host sees what the guest sees |
 //! | `balloon` | memory held for the host, page by page, by node |
 //! | `vital` | how the guest is: free memory, stall, nodes |
 //! | `services` | kernel threads that touch far pages, tuned |
-//! | `restores` | which of the restored pages they touched, and no program |
+//! | `restores` | how many of the restored pages they touched, and no program |
 //! | `tiering` | which memory of the guest's programs is on which node: a crate of its own, called from here |
 
 mod balloon;
@@ -34,6 +35,7 @@ mod files;
 mod look;
 mod memory;
 mod owned;
+mod pace;
 mod pin;
 mod port;
 mod prove;
@@ -47,7 +49,6 @@ mod tiering;
 mod vital;
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use ballast_tier::Settings;
 
@@ -69,8 +70,6 @@ Options:
   -V, --version     Print the version
 ";
 
-/// While tiering works, the port is tried again after this time.
-const PORT_AGAIN: Duration = Duration::from_secs(30);
 /// Each needs a kdamond.
 const MOST_PROGRAMS: u64 = 32;
 
@@ -119,13 +118,11 @@ fn main() -> ExitCode {
         if options.undo {
             damon::undo();
             setting::undo();
-            services::undo();
             return Ok(());
         }
         files::handle_signals();
         damon::undo();
         setting::undo();
-        services::undo();
         let tiering = match options.tiering {
             true => Some(tiering::start(options.settings).map_err(|error| format!("starting tiering: {error}"))?),
             false => None,
@@ -137,7 +134,7 @@ fn main() -> ExitCode {
                 && !files::ends()
             {
                 eprintln!("ballast-agent: {error}; tiering goes on");
-                std::thread::sleep(PORT_AGAIN);
+                std::thread::sleep(pace::AGAIN);
                 ended = session::run(options.port.as_deref(), Some(&tiering));
             }
             tiering.end();

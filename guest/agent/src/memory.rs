@@ -57,7 +57,6 @@ pub(crate) const LRU: u64 = 1 << 5;
 pub(crate) const WRITEBACK: u64 = 1 << 8;
 pub(crate) const BUDDY: u64 = 1 << 10;
 pub(crate) const ANON: u64 = 1 << 12;
-pub(crate) const SWAP_CACHE: u64 = 1 << 13;
 pub(crate) const SWAP_BACKED: u64 = 1 << 14;
 const TAIL: u64 = 1 << 16;
 const HUGETLB: u64 = 1 << 17;
@@ -121,21 +120,6 @@ pub fn is_idle(flags: u64) -> bool {
 /// Is it memory of a program or of a file, which somebody may access?
 pub fn is_on_lru(flags: u64) -> bool {
     flags & LRU != 0
-}
-
-/// Is it memory of a file that is to be written, or is being written?
-pub fn is_dirty_file(flags: u64) -> bool {
-    flags & LRU != 0 && flags & (ANON | SWAP_BACKED) == 0 && flags & (DIRTY | WRITEBACK) != 0
-}
-
-/// Is it memory of a file that is as the file is, or is being written?
-pub fn is_written(flags: u64) -> bool {
-    flags & LRU != 0 && flags & (ANON | SWAP_BACKED) == 0 && (flags & DIRTY == 0 || flags & WRITEBACK != 0)
-}
-
-/// Is it memory of a program, or shared memory, that has a place in swap or is being written there?
-pub fn is_swapped(flags: u64) -> bool {
-    flags & (ANON | SWAP_BACKED) != 0 && flags & (SWAP_CACHE | WRITEBACK) != 0
 }
 
 /// /proc/kpageflags.

@@ -7,12 +7,11 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
+use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 use ballast_messages::{Run, run};
 
 use crate::files::last_error;
 
-pub const PAGE: usize = 4096;
-const HUGE: usize = 2 << 20;
 const BIND: libc::c_long = 2;
 /// Present, in a word of /proc/self/pagemap; the page is in the low 55 bits.
 const PRESENT: u64 = 1 << 63;
@@ -33,9 +32,9 @@ impl Owned {
     /// # Errors
     /// The node has no more, or the kernel does not lock them.
     pub fn new(pages: usize, node: Option<u32>) -> io::Result<Self> {
-        let len = pages * PAGE;
+        let len = pages * PAGE_SIZE;
         // From 2 MiB on it may be a huge page, which needs alignment.
-        let extra = if len >= HUGE { HUGE } else { 0 };
+        let extra = if len >= HUGE_SIZE { HUGE_SIZE } else { 0 };
         let (read_write, private) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping, at a place of the kernel's choice.
         let mapped = unsafe { libc::mmap(std::ptr::null_mut(), len + extra, read_write, private, -1, 0) };
@@ -44,7 +43,7 @@ impl Owned {
         }
         let mapped = mapped.cast::<u8>();
         // SAFETY: within the mapping, which is larger by the alignment.
-        let start = unsafe { mapped.add(if extra > 0 { mapped.align_offset(HUGE) } else { 0 }) };
+        let start = unsafe { mapped.add(if extra > 0 { mapped.align_offset(HUGE_SIZE) } else { 0 }) };
         let owned = Self { start, len, mapped: (mapped, len + extra) };
         if let Some(node) = node {
             let mask = [1u64.checked_shl(node).unwrap_or(0), 0];
@@ -71,7 +70,7 @@ impl Owned {
 
     /// Returns the number of pages.
     pub fn pages(&self) -> u64 {
-        (self.len / PAGE) as u64
+        (self.len / PAGE_SIZE) as u64
     }
 
     /// Writes at the beginning of one of its pages.
@@ -79,17 +78,17 @@ impl Owned {
     /// # Panics
     /// If it has no such page.
     pub fn write(&mut self, page: usize, bytes: &[u8]) {
-        assert!(page * PAGE + bytes.len() <= self.len);
+        assert!(page * PAGE_SIZE + bytes.len() <= self.len);
         // SAFETY: inside the mapping, which no other code uses.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(page * PAGE), bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(page * PAGE_SIZE), bytes.len()) };
     }
 
     /// Returns their guest-physical page numbers, in the order of their addresses here.
     ///
     /// # Errors This user may not read them.
     pub fn frames(&self) -> io::Result<Vec<u64>> {
-        let mut bytes = vec![0; self.len / PAGE * 8];
-        File::open("/proc/self/pagemap")?.read_exact_at(&mut bytes, (self.start as usize / PAGE * 8) as u64)?;
+        let mut bytes = vec![0; self.len / PAGE_SIZE * 8];
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut bytes, (self.start as usize / PAGE_SIZE * 8) as u64)?;
         let frame = |word: &[u8]| {
             let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
             let frame = word & FRAME;
@@ -126,7 +125,7 @@ mod tests {
     #[test]
     fn a_huge_pages_worth_begins_at_a_huge_pages_place() {
         let mut owned = Owned::new(512, None).expect("2 MiB");
-        assert_eq!((owned.place().0 % HUGE, owned.pages()), (0, 512));
-        owned.write(511, &[7; PAGE]);
+        assert_eq!((owned.place().0 % HUGE_SIZE, owned.pages()), (0, 512));
+        owned.write(511, &[7; PAGE_SIZE]);
     }
 }

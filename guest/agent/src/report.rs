@@ -17,19 +17,16 @@ use ballast_messages::run::{COLD, HOTTEST};
 use ballast_messages::{Kind, Run};
 
 use crate::look::Heat;
-use crate::memory;
+use crate::{memory, vital};
 
 /// Most runs of a report: 256 KiB on the way to the host.
 pub const MOST_RUNS: usize = 16 << 10;
-/// Free pages that are not reported: 1/N of memory, within these (Blowfish, section 4.6, leaves 100 MB).
-const FREE_PART: u64 = 32;
-const FREE_LEAST: u64 = 16 << 8;
+/// Most free pages that are not reported (Blowfish, section 4.6, leaves 100 MB).
 const FREE_MOST: u64 = 100 << 8;
 /// Free memory in shorter runs than this is soon allocated again.
 const FREE_RUN: u32 = 16;
-/// How long memory of the kernel counts as warm when it was restored; up to 2^N times as long if that happens again.
-const BACK: Duration = Duration::from_secs(30);
-const BACK_DOUBLED: u8 = 6;
+/// How long memory of the kernel counts as warm when it was restored.
+const BACK: Duration = Duration::from_secs(600);
 /// Restored pages that are remembered.
 const BACK_MOST: usize = 64 << 10;
 
@@ -37,54 +34,31 @@ const BACK_MOST: usize = 64 << 10;
 const COLDEST: Heat = Heat { level: COLD, rank: 0 };
 const RESTORED: Heat = Heat { level: HOTTEST / 2, rank: 0 };
 
-/// A page that was restored.
-#[derive(Clone, Copy, Debug)]
-struct Restored {
-    at: Instant,
-    /// How often before, each time within twice as long as it was warm.
-    before: u8,
-}
-
-impl Restored {
-    /// How long it is warm if nothing else tells.
-    fn lasts(self) -> Duration {
-        BACK * (1 << self.before)
-    }
-
-    fn is_within(self, time: Duration, now: Instant) -> bool {
-        now.saturating_duration_since(self.at) < time
-    }
-}
-
 /// Pages that the guest touched while they were far.
 #[derive(Debug, Default)]
-pub struct Back(HashMap<u64, Restored>);
+pub struct Back(HashMap<u64, Instant>);
 
 impl Back {
     /// Records that these were restored now.
     pub fn add(&mut self, run: &Run, now: Instant) {
         if self.0.len() + run.count as usize > BACK_MOST {
-            self.0.retain(|_, page| page.is_within(page.lasts(), now));
+            self.0.retain(|_, at| now.saturating_duration_since(*at) < BACK);
         }
         for page in run.page..run.end() {
-            if let Some(page) = self.0.get_mut(&page) {
-                let is_again = page.is_within(page.lasts() * 2, now);
-                let before = if is_again { (page.before + 1).min(BACK_DOUBLED) } else { 0 };
-                *page = Restored { at: now, before };
-            } else if self.0.len() < BACK_MOST {
-                self.0.insert(page, Restored { at: now, before: 0 });
+            if self.0.len() < BACK_MOST || self.0.contains_key(&page) {
+                self.0.insert(page, now);
             }
         }
     }
 
     /// Was the page restored after this time?
     pub fn is_since(&self, page: u64, time: Instant) -> bool {
-        !self.0.is_empty() && self.0.get(&page).is_some_and(|page| page.at > time)
+        !self.0.is_empty() && self.0.get(&page).is_some_and(|at| *at > time)
     }
 
     /// Is a page warm because it was restored, if nothing else tells?
     fn is_warm(&self, page: u64, now: Instant) -> bool {
-        !self.0.is_empty() && self.0.get(&page).is_some_and(|page| page.is_within(page.lasts(), now))
+        !self.0.is_empty() && self.0.get(&page).is_some_and(|at| now.saturating_duration_since(*at) < BACK)
     }
 }
 
@@ -125,7 +99,7 @@ impl<'a> Sorting<'a> {
 
     /// Returns at most `most` runs to report, for a guest with this much memory, `free` of it free.
     pub fn finish(self, total: u64, free: u64, most: usize) -> Vec<Run> {
-        let reserve = (total / FREE_PART).clamp(FREE_LEAST, FREE_MOST);
+        let reserve = vital::least_free(total).min(FREE_MOST);
         let (of_nobody, runs): (Vec<_>, Vec<_>) = self.runs.into_iter().partition(|(_, run)| run.kind == Kind::Free);
         let mut of_nobody: Vec<Run> = of_nobody.into_iter().map(|(_, run)| run).collect();
         of_nobody.retain(|run| run.count >= FREE_RUN);
@@ -190,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_the_kernel_is_cold_and_stays_for_longer_each_time_it_is_restored() {
+    fn memory_of_the_kernel_is_cold_but_for_a_while_after_it_was_restored() {
         let (mut back, start) = (Back::default(), Instant::now());
         let levels = |back: &Back, after: Duration| {
             let (mut report, warm) = (Sorting::default(), Heat { level: COLD, rank: Heat::UNKNOWN.rank + 1 });
@@ -201,20 +175,8 @@ mod tests {
             told.iter().map(|run| run.page).collect::<Vec<_>>()
         };
         assert_eq!(levels(&back, Duration::ZERO), [2, 0, 1]);
-        let mut at = Duration::ZERO;
-        // It is evicted as soon as it counts as cold, and restored at once.
-        let mut stays = Vec::new();
-        for _ in 0..9 {
-            back.add(&Run::of(0, 1), start + at);
-            let restored = at;
-            while levels(&back, at) == [2, 1, 0] {
-                at += BACK / 2;
-            }
-            stays.push((at - restored).as_secs() / BACK.as_secs());
-        }
-        assert_eq!(stays, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
-        back.add(&Run::of(0, 1), start + at + BACK * 1000);
-        assert_eq!(levels(&back, at + BACK * 1001), [2, 0, 1], "it was away for long");
+        back.add(&Run::of(0, 1), start);
+        assert_eq!([Duration::ZERO, BACK / 2, BACK].map(|after| levels(&back, after)[2]), [0, 0, 1]);
     }
 
     #[test]
@@ -270,7 +232,7 @@ mod tests {
             told.sort_unstable();
             prop_assert!(told.array_windows().all(|[one, next]: &[Run; 2]| one.end() <= next.page));
             let of_nobody: u64 = told.iter().filter(|run| run.kind == Kind::Free).map(|run| u64::from(run.count)).sum();
-            prop_assert!(of_nobody + FREE_LEAST <= free || of_nobody == 0);
+            prop_assert!(of_nobody + vital::least_free(0) <= free || of_nobody == 0);
         }
     }
 }

@@ -17,6 +17,7 @@ use ballast_messages::{Frames, Kind, Run, ToGuest, ToHost};
 use crate::balloon::Balloon;
 use crate::look::{Looks, parts};
 use crate::memory::{self, Flags};
+use crate::pace::{AGAIN, CPU_PART};
 use crate::port::Port;
 use crate::prove::Proof;
 use crate::report::{self, Back, Sorting};
@@ -27,14 +28,10 @@ use crate::{files, vital};
 
 /// Time without a listening host after which held memory is returned. A replaced engine is back sooner.
 const GONE: Duration = Duration::from_secs(20);
-/// Pauses while no host listens at the port, and before DAMON is tried again.
+/// Pause while no host listens at the port.
 const NOBODY: Duration = Duration::from_millis(500);
-const DAMON_AGAIN: Duration = Duration::from_secs(30);
-/// Least time between two reports; and at least N times what the last one took.
+/// Least time between two reports.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
-const REPORT_PART: u32 = 20;
-/// Least time between two looks at memory beside tiering.
-const TIERING_PAUSE: Duration = Duration::from_secs(30);
 
 /// Serves the host until the agent is told to end.
 ///
@@ -163,7 +160,7 @@ impl<'a> Guest<'a> {
             source: Source::None,
             small_blocks: None,
             note: String::new(),
-            services: Services::new(&ram),
+            services: Services::new(),
             ram,
             image: memory::image().unwrap_or_default(),
             flags: Flags::open().ok(),
@@ -235,10 +232,6 @@ impl<'a> Guest<'a> {
                 let found = self.proof.find(&nonce, &pieces);
                 self.say(port, &ToHost::Proof(found));
             }
-            ToGuest::Ask { id, runs } => {
-                let runs = self.free_of(&runs);
-                self.say(port, &ToHost::Free { id, runs });
-            }
             ToGuest::Balloon { node, pages } => self.balloon.want(node, pages),
             ToGuest::Restored(runs) => {
                 for run in &runs {
@@ -280,23 +273,6 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Returns the pages among these that the allocator has now.
-    fn free_of(&self, runs: &[Run]) -> Vec<Run> {
-        let mut free = Vec::new();
-        let Some(flags) = &self.flags else { return free };
-        for run in runs {
-            let told = flags.each((run.page, run.end()), |page, flags| {
-                if memory::class(flags, None) == Some(Kind::Free) {
-                    ballast_messages::run::push(&mut free, Run::of(page, 1));
-                }
-            });
-            if told.is_err() {
-                return Vec::new();
-            }
-        }
-        free
-    }
-
     fn work(&mut self, port: &mut Port) {
         if self.session.is_none() {
             return;
@@ -323,7 +299,7 @@ impl<'a> Guest<'a> {
             }
             // Looks are paced apart: what the agent holds, and what is free, is told as often as may be.
             let took = now.elapsed().saturating_sub(self.source.spent().saturating_sub(of_looks));
-            self.next_report = Instant::now() + REPORT_EVERY.max(took * REPORT_PART);
+            self.next_report = Instant::now() + REPORT_EVERY.max(took * CPU_PART);
         }
     }
 
@@ -374,7 +350,7 @@ impl<'a> Guest<'a> {
             _ => {}
         }
         // Tiering waits for DAMON while a look is being taken.
-        let pause = if self.tiering.is_some() { TIERING_PAUSE } else { Duration::ZERO };
+        let pause = if self.tiering.is_some() { AGAIN } else { Duration::ZERO };
         self.source = match Looks::start(&self.ram, pause) {
             Ok(looks) => {
                 self.note.clear();
@@ -382,7 +358,7 @@ impl<'a> Guest<'a> {
             }
             Err(error) => {
                 self.note = error.to_string();
-                Source::Without(now + DAMON_AGAIN)
+                Source::Without(now + AGAIN)
             }
         };
     }
@@ -391,7 +367,6 @@ impl<'a> Guest<'a> {
     fn look_for_ram(&mut self) {
         let Ok(ram) = memory::ram() else { return };
         if ram != self.ram {
-            self.services.restores().set_ram(&ram);
             if let Source::Looks(looks) = &mut self.source {
                 looks.set_ram(&ram);
             }
@@ -405,12 +380,7 @@ impl<'a> Guest<'a> {
         let Some(flags) = &self.flags else { return };
         let mut report = Sorting::new(&self.image);
         let mut pulse = Pulse { port, tick: &self.last_tick, next: &mut self.next_tick, every };
-        let restores = self.services.restores();
-        restores.begin();
-        let mut tell = |page, flags, heat| {
-            restores.seen(page, flags);
-            report.page(page, flags, heat, &self.back, now);
-        };
+        let mut tell = |page, flags, heat| report.page(page, flags, heat, &self.back, now);
         let told = match &mut self.source {
             Source::Looks(looks) => {
                 looks.each(flags, |page, time| self.back.is_since(page, time), tell, || pulse.beat())
@@ -424,7 +394,7 @@ impl<'a> Guest<'a> {
         if let Err(error) = told {
             // Another program has DAMON now, say.
             self.note = format!("looking at memory: {error}");
-            self.source = Source::Without(now + DAMON_AGAIN);
+            self.source = Source::Without(now + AGAIN);
             return;
         }
         let vital = vital::tick();

@@ -1,6 +1,6 @@
-//! Settings of the kernel that are others while the host wants reports.
+//! Settings of the kernel that are others while the host wants reports, or services slowed down.
 //!
-//! Before: a setting as the guest's owner has it. After: the value that reports need. Promise: it is as before when
+//! Before: a setting as the guest's owner has it. After: the value that the agent needs. Promise: it is as before when
 //! this is dropped. A note below /run has the next start, or `--undo`, do that for an agent that was killed.
 //!
 //! *MGLRU* is off. Under it (on by default in Debian 13) `folio_mark_accessed` counts an access and leaves the idle
@@ -14,32 +14,53 @@ use std::path::{Path, PathBuf};
 
 use crate::files;
 
-const MGLRU: (&str, &str) = ("sys/kernel/mm/lru_gen/enabled", "run/ballast-agent.lru");
-const REPORTING: (&str, &str) =
-    ("sys/module/page_reporting/parameters/page_reporting_order", "run/ballast-agent.reporting");
-/// Least order of a free block that is reported.
-const ORDER: i32 = 2;
+/// A setting, and what it is to be for its value now; `None`: it stays.
+pub type Wanted = (&'static str, fn(&str) -> Option<u64>);
 
-/// While this exists, a setting is another.
+// Bit 0 is MGLRU itself.
+const MGLRU: Wanted = ("sys/kernel/mm/lru_gen/enabled", |now| {
+    u32::from_str_radix(now.trim_start_matches("0x"), 16).is_ok_and(|bits| bits & 1 == 1).then_some(0)
+});
+/// Least order of a free block that is reported: 2. It is -1 where nobody takes reports.
+const REPORTING: Wanted = ("sys/module/page_reporting/parameters/page_reporting_order", |now| at_most(now, 2));
+/// Files with the settings before, one a line: the file, a blank, its value.
+const NOTES: [&str; 3] = ["run/ballast-agent.lru", "run/ballast-agent.reporting", "run/ballast-agent.services"];
+
+/// While this exists, settings are others.
 #[derive(Debug)]
 pub struct Setting {
-    /// Directory that holds `sys` and `run`.
+    /// Directory that holds `sys`, `proc` and `run`.
     root: PathBuf,
-    /// The setting, and the file with its value before.
-    files: (&'static str, &'static str),
+    note: &'static str,
+}
+
+/// No more than this.
+pub fn at_most(now: &str, most: u64) -> Option<u64> {
+    now.parse::<u64>().is_ok_and(|now| now > most).then_some(most)
 }
 
 /// Restores settings that a killed agent did not restore.
 pub fn undo() {
-    [MGLRU, REPORTING].iter().for_each(|files| restore(Path::new("/"), *files));
+    NOTES.iter().for_each(|note| restore(Path::new("/"), note));
 }
 
-fn restore(root: &Path, (setting, note): (&str, &str)) {
+fn restore(root: &Path, note: &str) {
     let note = root.join(note);
-    let Ok(before) = files::read(&note) else { return };
-    match files::write(root.join(setting), before) {
-        Ok(()) => drop(std::fs::remove_file(note)),
-        Err(error) => eprintln!("ballast-agent: {error}"),
+    let Ok(before) = std::fs::read_to_string(&note) else { return };
+    let mut all = true;
+    for (file, value) in before.lines().filter_map(|line| line.split_once(' ')) {
+        let setting = root.join(file);
+        // A kernel may not have it any more.
+        if let Err(error) = files::write(&setting, value)
+            && setting.exists()
+        {
+            eprintln!("ballast-agent: {error}");
+            all = false;
+        }
+    }
+    // Else the next start tries again.
+    if all {
+        let _ = std::fs::remove_file(note);
     }
 }
 
@@ -49,7 +70,7 @@ impl Setting {
     /// # Errors
     /// The kernel refuses.
     pub fn no_mglru() -> io::Result<Self> {
-        Self::below("/".into(), MGLRU)
+        Self::set(Path::new("/"), NOTES[0], &[MGLRU])
     }
 
     /// Has smaller free blocks reported, if free blocks are.
@@ -57,35 +78,42 @@ impl Setting {
     /// # Errors
     /// The kernel refuses.
     pub fn small_blocks() -> io::Result<Self> {
-        Self::below("/".into(), REPORTING)
+        Self::set(Path::new("/"), NOTES[1], &[REPORTING])
     }
 
-    fn below(root: PathBuf, files: (&'static str, &'static str)) -> io::Result<Self> {
-        restore(&root, files);
-        let this = Self { root, files };
-        let setting = this.root.join(files.0);
-        if !setting.exists() {
+    /// Has services of the kernel do less.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn of_services(root: &Path, wanted: &[Wanted]) -> io::Result<Self> {
+        Self::set(root, NOTES[2], wanted)
+    }
+
+    fn set(root: &Path, note: &'static str, wanted: &[Wanted]) -> io::Result<Self> {
+        restore(root, note);
+        let this = Self { root: root.to_owned(), note };
+        let change = |(file, value): &Wanted| {
+            // A kernel without it has nothing to change there.
+            let before = files::read(root.join(file)).ok()?;
+            Some((*file, value(&before)?, before))
+        };
+        let all: Vec<_> = wanted.iter().filter_map(change).collect();
+        if all.is_empty() {
             return Ok(this);
         }
-        let before = files::read(&setting)?;
-        let (changes, value) = match files == MGLRU {
-            // Bit 0 is MGLRU itself.
-            true => (u32::from_str_radix(before.trim_start_matches("0x"), 16).is_ok_and(|bits| bits & 1 == 1), 0),
-            // It is -1 where nobody takes reports.
-            false => (before.parse::<i32>().is_ok_and(|order| order > ORDER), ORDER),
-        };
-        if changes {
-            files::write(this.root.join(files.1), &before)?;
-            // If it fails, it is put back when this is dropped.
-            files::write(setting, value)?;
-        }
+        // What could not be put back the last time is still to be put back.
+        let mut text = std::fs::read_to_string(root.join(note)).unwrap_or_default();
+        text.extend(all.iter().map(|(file, _, before)| format!("{file} {before}\n")));
+        files::write(root.join(note), text)?;
+        // If it fails, all is put back when this is dropped.
+        all.into_iter().try_for_each(|(file, value, _)| files::write(root.join(file), value))?;
         Ok(this)
     }
 }
 
 impl Drop for Setting {
     fn drop(&mut self) {
-        restore(&self.root, self.files);
+        restore(&self.root, self.note);
     }
 }
 
@@ -96,23 +124,25 @@ mod tests {
     #[test]
     fn settings_are_as_before_however_the_agent_ends() {
         let root = tempfile::tempdir().expect("a directory");
-        for (files, before, value, other) in [(MGLRU, "0x0007", "0", "0x0006"), (REPORTING, "9", "2", "-1")] {
-            let (setting, note) = (root.path().join(files.0), root.path().join(files.1));
-            let start = || Setting::below(root.path().into(), files).expect("it can be written");
+        for (wanted, note, before, value, other) in
+            [(MGLRU, NOTES[0], "0x0007", "0", "0x0006"), (REPORTING, NOTES[1], "9", "2", "-1")]
+        {
+            let (setting, noted) = (root.path().join(wanted.0), root.path().join(note));
+            let start = || Setting::set(root.path(), note, &[wanted]).expect("it can be written");
             drop(start());
-            assert!(!note.exists(), "a kernel without it");
-            for file in [&setting, &note] {
+            assert!(!noted.exists(), "a kernel without it");
+            for file in [&setting, &noted] {
                 std::fs::create_dir_all(file.parent().expect("in a directory")).expect("a directory");
             }
             let is = |value: &str| files::read(&setting).expect("it is there") == value;
             std::fs::write(&setting, format!("{before}\n")).expect("a file");
             let started = start();
-            assert!(is(value) && note.exists());
+            assert!(is(value) && noted.exists());
             drop(started);
-            assert!(is(before) && !note.exists(), "it ended");
+            assert!(is(before) && !noted.exists(), "it ended");
             std::mem::forget(start());
-            restore(root.path(), files);
-            assert!(is(before) && !note.exists(), "it was killed");
+            restore(root.path(), note);
+            assert!(is(before) && !noted.exists(), "it was killed");
             std::mem::forget(start());
             drop(start());
             assert!(is(before), "it was killed and came again");

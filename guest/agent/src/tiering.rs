@@ -13,14 +13,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ballast_base::Bytes;
 use ballast_messages::message::{self, TierUse, TieringState};
 use ballast_tier::{EPOCH, Settings, Status, Tierer, Unavailable};
 
 use crate::damon;
-
-/// Time after which a guest that has nothing to tier is looked at again: memory may have been plugged in.
-const AGAIN: Duration = Duration::from_secs(30);
-const PAGE: u64 = 4096;
+use crate::pace::AGAIN;
 
 /// The running thread.
 #[derive(Debug)]
@@ -38,16 +36,14 @@ pub struct Tiering {
 /// The kernel gives no thread.
 pub fn start(mut settings: Settings) -> io::Result<Tiering> {
     // Reports of cold memory need a kdamond, too, and one user can have them all.
-    match damon::share(settings.choice.most) {
-        Ok(()) => settings.damon_threads_from = Some(1),
-        Err(error) => eprintln!("ballast-agent: DAMON for tiering: {error}"),
-    }
+    let shared = damon::share(settings.choice.most);
+    settings.damon_threads_from = 1;
     let stop = Arc::new(AtomicBool::new(false));
     let told = Arc::new(Mutex::new(message::Tiering { state: TieringState::Unable, ..Default::default() }));
     let lacks = Arc::new(Mutex::default());
     let (stops, tells, lacking) = (stop.clone(), told.clone(), Arc::clone(&lacks));
     let thread = std::thread::Builder::new();
-    let thread = thread.name("tiering".into()).spawn(move || work(&settings, &stops, &tells, &lacking))?;
+    let thread = thread.name("tiering".into()).spawn(move || work(&settings, shared, &stops, &tells, &lacking))?;
     Ok(Tiering { stop, told, lacks, thread })
 }
 
@@ -56,7 +52,13 @@ fn tell(told: &Mutex<message::Tiering>, now: message::Tiering) {
 }
 
 /// Moves memory until told to stop.
-fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>, lacks: &Mutex<BTreeMap<u32, u64>>) {
+fn work(
+    settings: &Settings,
+    mut shared: io::Result<()>,
+    stop: &AtomicBool,
+    told: &Mutex<message::Tiering>,
+    lacks: &Mutex<BTreeMap<u32, u64>>,
+) {
     let mut said = String::new();
     let mut unable = |why: String| {
         if said != why {
@@ -66,10 +68,17 @@ fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>, 
         tell(told, message::Tiering { state: TieringState::Unable, note: why, ..Default::default() });
     };
     while !stop.load(Ordering::Acquire) {
+        if let Err(error) = shared {
+            unable(format!("DAMON for tiering: {error}"));
+            std::thread::park_timeout(AGAIN);
+            shared = damon::share(settings.choice.most);
+            continue;
+        }
         let mut tierer = match Tierer::open(settings.clone()) {
             Ok(tierer) => tierer,
             Err(error) => {
                 unable(error.to_string());
+                // Memory may have been plugged in by then.
                 std::thread::park_timeout(AGAIN);
                 continue;
             }
@@ -101,29 +110,26 @@ fn shown(status: &Status) -> message::Tiering {
     message::Tiering {
         state: if status.aside.is_some() { TieringState::Aside } else { TieringState::Working },
         note: notes.join("; "),
-        source: status.source.clone(),
         tiers: status
             .tiers
             .iter()
             .map(|tier| TierUse {
                 node: tier.nodes.first().copied().unwrap_or(0),
-                pages: tier.size_bytes / PAGE,
-                free: tier.free_bytes / PAGE,
+                pages: Bytes(tier.size_bytes).pages_floor().0,
+                free: Bytes(tier.free_bytes).pages_floor().0,
                 latency_ns: tier.read_latency_ns.and_then(|ns| u32::try_from(ns).ok()).unwrap_or(0),
             })
             .collect(),
         programs: status.programs,
-        managed: status.managed_bytes / PAGE,
-        managed_fast: status.managed_fast_bytes / PAGE,
+        managed: Bytes(status.managed_bytes).pages_floor().0,
+        managed_fast: Bytes(status.managed_fast_bytes).pages_floor().0,
         hits: status.fast_hit_pct.map(|percent| (percent * 100.0).round() as u32),
         samples: status.samples,
         ranges: status.ranges,
-        splits: status.splits,
         promoted: moves.promoted,
         demoted: moves.demoted,
         stayed: moves.shared + moves.busy + moves.full + moves.never + moves.refused,
         cpu_us: status.cpu_us + status.monitor_cpu_us,
-        classifier_cpu_us: status.classifier_cpu_us,
     }
 }
 

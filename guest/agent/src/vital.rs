@@ -6,27 +6,32 @@
 use std::fs;
 
 use ballast_messages::message::{MAX_NODES, Node, Tick};
+use ballast_tier::nodes::NODES;
 
 use crate::files;
 
 const KB_PER_PAGE: u64 = 4;
-const NODES: &str = "/sys/devices/system/node";
+/// Memory that stays free: 1/N of it, and at least this much.
+const FREE_PART: u64 = 32;
+const FREE_LEAST: u64 = 16 << 8;
+
+/// Returns how much of this memory stays free for the guest.
+pub fn least_free(pages: u64) -> u64 {
+    (pages / FREE_PART).max(FREE_LEAST)
+}
 
 /// Returns the guest's memory and its stall.
 pub fn tick() -> Tick {
     let meminfo = files::read("/proc/meminfo").unwrap_or_default();
     let pages = |name: &str| files::number_after(&meminfo, name).unwrap_or(0) / KB_PER_PAGE;
     let pressure = files::read("/proc/pressure/memory").unwrap_or_default();
-    let stall = |line: &str| {
-        let line = pressure.lines().find(|text| text.starts_with(line)).unwrap_or_default();
-        line.rsplit_once("total=").and_then(|(_, total)| total.trim().parse().ok()).unwrap_or(0)
-    };
+    let some = pressure.lines().find(|line| line.starts_with("some")).unwrap_or_default();
+    let stall_some_us = some.rsplit_once("total=").and_then(|(_, total)| total.trim().parse().ok()).unwrap_or(0);
     Tick {
         total: pages("MemTotal"),
         free: pages("MemFree"),
         available: pages("MemAvailable"),
-        stall_some_us: stall("some"),
-        stall_full_us: stall("full"),
+        stall_some_us,
         nodes: nodes(),
         ..Tick::default()
     }

@@ -16,7 +16,7 @@
 //! | `bytes` | numbers, texts and lists to bytes and back |
 //! | `run` | pages in a row, and what they hold |
 //! | `message` | all that either side can say |
-//! | `node`, `tiering`, `services` | the parts of a tick about nodes, about tiers, and about the guest's kernel |
+//! | `node`, `tiering` | the parts of a tick about nodes and about tiers |
 //! | `version` | what this program writes and reads |
 //! | `frame` | where a message begins and ends in a stream that may be torn |
 #![forbid(unsafe_code)]
@@ -26,7 +26,6 @@ pub mod frame;
 pub mod message;
 mod node;
 pub mod run;
-mod services;
 mod tiering;
 mod version;
 

@@ -12,8 +12,6 @@ use crate::frame::{Frame, MAX_BODY, frame};
 use crate::node;
 pub use crate::node::{MAX_NODES, NODES_END, Node};
 use crate::run::{RUN_BYTES, Run};
-use crate::services;
-pub use crate::services::ServiceRestores;
 use crate::tiering;
 pub use crate::tiering::{TierUse, Tiering, TieringState};
 use crate::version::VERSION;
@@ -48,13 +46,6 @@ pub enum ToGuest {
         /// Parts of guest-physical memory.
         pieces: Vec<Run>,
     },
-    /// Name the pages among these that the kernel's allocator has *now*. The host unmapped them before it asked.
-    Ask {
-        /// Number of the question.
-        id: u64,
-        /// The pages.
-        runs: Vec<Run>,
-    },
     /// Hold this number of pages of a node, and name them.
     Balloon {
         /// Number of the node.
@@ -88,8 +79,6 @@ pub struct Tick {
     pub available: u64,
     /// Microseconds in which at least one task waited for memory, since boot.
     pub stall_some_us: u64,
-    /// Microseconds in which all tasks waited for memory, since boot.
-    pub stall_full_us: u64,
     /// CPU time of the agent and of DAMON's thread, in microseconds.
     pub cpu_us: u64,
     /// How reports come about.
@@ -110,8 +99,6 @@ pub struct Tick {
     pub tuned: bool,
     /// Tiering in the guest.
     pub tiering: Tiering,
-    /// Restores that services of the kernel caused.
-    pub by_service: ServiceRestores,
 }
 
 /// From the agent to the host.
@@ -134,13 +121,6 @@ pub enum ToHost {
         /// Whether this is its last part.
         last: bool,
         /// The pages; pages in no run must not be taken.
-        runs: Vec<Run>,
-    },
-    /// Reply to a question: the pages that are free among those asked about.
-    Free {
-        /// Number of the question.
-        id: u64,
-        /// The pages.
         runs: Vec<Run>,
     },
     /// Reply to a nonce: the pages that begin with it.
@@ -181,19 +161,14 @@ impl ToGuest {
                 body.list(&pieces[..pieces.len().min(MAX_PIECES)], Run::put);
                 2
             }
-            Self::Ask { id, runs } => {
-                body.u64(*id);
-                put_runs(&mut body, runs);
-                3
-            }
             Self::Balloon { node, pages } => {
                 body.u32(*node);
                 body.u64(*pages);
-                4
+                3
             }
             Self::Restored(runs) => {
                 put_runs(&mut body, runs);
-                5
+                4
             }
         };
         frame(session, kind, &body.0)
@@ -211,9 +186,8 @@ impl ToGuest {
                 Self::Hello(Wanted { tick_ms, reports: flags & 1 != 0, services: flags & 2 != 0 })
             }
             2 => Self::Prove { nonce: body.array()?, pieces: body.list(MAX_PIECES, RUN_BYTES, Run::get)? },
-            3 => Self::Ask { id: body.u64()?, runs: get_runs(&mut body)? },
-            4 => Self::Balloon { node: body.u32()?, pages: body.u64()? },
-            5 => Self::Restored(get_runs(&mut body)?),
+            3 => Self::Balloon { node: body.u32()?, pages: body.u64()? },
+            4 => Self::Restored(get_runs(&mut body)?),
             _ => return Ok(None),
         };
         body.end(newer).map(|()| Some(message))
@@ -240,19 +214,14 @@ impl ToHost {
                 put_runs(&mut body, runs);
                 3
             }
-            Self::Free { id, runs } => {
-                body.u64(*id);
-                put_runs(&mut body, runs);
-                4
-            }
             Self::Proof(runs) => {
                 put_runs(&mut body, runs);
-                5
+                4
             }
             Self::Taken { node, runs } => {
                 body.u32(*node);
                 put_runs(&mut body, runs);
-                6
+                5
             }
         };
         frame(session, kind, &body.0)
@@ -268,9 +237,8 @@ impl ToHost {
             1 => Self::Hello { agent: body.text()?, kernel: body.text()? },
             2 => Self::Tick(get_tick(&mut body)?),
             3 => Self::Report { number: body.u32()?, last: body.u8()? != 0, runs: get_runs(&mut body)? },
-            4 => Self::Free { id: body.u64()?, runs: get_runs(&mut body)? },
-            5 => Self::Proof(get_runs(&mut body)?),
-            6 => Self::Taken { node: body.u32()?, runs: get_runs(&mut body)? },
+            4 => Self::Proof(get_runs(&mut body)?),
+            5 => Self::Taken { node: body.u32()?, runs: get_runs(&mut body)? },
             _ => return Ok(None),
         };
         body.end(newer).map(|()| Some(message))
@@ -278,7 +246,7 @@ impl ToHost {
 }
 
 fn put_tick(body: &mut Writer, tick: &Tick) {
-    for number in [tick.total, tick.free, tick.available, tick.stall_some_us, tick.stall_full_us, tick.cpu_us] {
+    for number in [tick.total, tick.free, tick.available, tick.stall_some_us, tick.cpu_us] {
         body.u64(number);
     }
     body.u8(tick.tracking as u8);
@@ -289,7 +257,6 @@ fn put_tick(body: &mut Writer, tick: &Tick) {
     }
     body.u8(tick.tuned.into());
     tiering::put(body, &tick.tiering);
-    services::put(body, tick.by_service);
 }
 
 fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
@@ -298,7 +265,6 @@ fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
         free: body.u64()?,
         available: body.u64()?,
         stall_some_us: body.u64()?,
-        stall_full_us: body.u64()?,
         cpu_us: body.u64()?,
         tracking: if body.u8()? == Tracking::Damon as u8 { Tracking::Damon } else { Tracking::Off },
         note: body.text()?,
@@ -309,7 +275,6 @@ fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
         restores: body.u64()?,
         tuned: body.u8()? != 0,
         tiering: tiering::get(body)?,
-        by_service: services::get(body)?,
     })
 }
 
@@ -342,9 +307,7 @@ mod tests {
         let tracking = Tracking::Damon;
         let note = "DAMON is in use".into();
         let tiering = tiering::sample();
-        let by_service = ServiceRestores { khugepaged: 1, compaction: 2, reclaim: 3, writeback: 4 };
-        let of_guest =
-            Tick { by_service, total: 1, free: 2, stall_full_us: 3, restores: 9, tuned: true, ..Tick::default() };
+        let of_guest = Tick { total: 1, free: 2, stall_some_us: 3, restores: 9, tuned: true, ..Tick::default() };
         Tick { tracking, note, nodes, tiering, ..of_guest }
     }
 
@@ -353,7 +316,6 @@ mod tests {
             ToHost::Hello { agent: "0.1.0".into(), kernel: "6.12".into() },
             ToHost::Tick(tick()),
             ToHost::Report { number: 7, last: true, runs: runs() },
-            ToHost::Free { id: 1 << 40, runs: runs() },
             ToHost::Proof(runs()),
             ToHost::Taken { node: 1, runs: runs() },
         ]
@@ -363,7 +325,6 @@ mod tests {
         vec![
             ToGuest::Hello(Wanted { tick_ms: 1000, reports: true, services: true }),
             ToGuest::Prove { nonce: [3; NONCE], pieces: runs() },
-            ToGuest::Ask { id: 5, runs: runs() },
             ToGuest::Balloon { node: 1, pages: 1 << 20 },
             ToGuest::Restored(runs()),
         ]
@@ -386,7 +347,7 @@ mod tests {
         let all: Vec<u8> = to_host().iter().flat_map(|message| message.frame(1)).collect();
         let more: Vec<u8> = to_guest().iter().flat_map(|message| message.frame(1)).collect();
         // A change here needs a new version.
-        assert_eq!((VERSION, all.len(), more.len()), (1, 642, 319));
+        assert_eq!((VERSION, all.len(), more.len()), (1, 510, 245));
     }
 
     #[test]
@@ -397,10 +358,10 @@ mod tests {
         frame.version = VERSION + 1;
         assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(tick()))));
         // As a writer does that does not know the last field.
-        frame.body.truncate(frame.body.len() - 3 - 32);
+        frame.body.truncate(frame.body.len() - 3 - 8);
         frame.version = VERSION - 1;
-        let by_service = ServiceRestores::default();
-        assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { by_service, ..tick() }))));
+        let tiering = Tiering { cpu_us: 0, ..tick().tiering };
+        assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { tiering, ..tick() }))));
         frame.version = VERSION;
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.kind = 99;
@@ -427,7 +388,7 @@ mod tests {
         }
 
         #[test]
-        fn a_message_with_a_changed_byte_decodes_or_is_refused(which in 0usize..6, at: usize, byte: u8) {
+        fn a_message_with_a_changed_byte_decodes_or_is_refused(which in 0..to_host().len(), at: usize, byte: u8) {
             let mut frame = through(&to_host()[which].frame(9));
             let at = at % frame.body.len();
             frame.body[at] = byte;

@@ -49,8 +49,6 @@ pub struct Tiering {
     pub state: TieringState,
     /// Why it does no more.
     pub note: String,
-    /// Where samples of accesses come from.
-    pub source: String,
     /// The tiers, the fastest first.
     pub tiers: Vec<TierUse>,
     /// Programs whose memory is managed.
@@ -63,26 +61,21 @@ pub struct Tiering {
     pub hits: Option<u32>,
     /// Accesses sampled.
     pub samples: u64,
-    /// Ranges of one heat, and how often ranges were divided.
+    /// Ranges of one heat.
     pub ranges: u64,
-    /// How often ranges were divided.
-    pub splits: u64,
     /// Pages moved to the fast tier.
     pub promoted: u64,
     /// Pages moved to a slow tier.
     pub demoted: u64,
     /// Pages that were to be moved and stayed.
     pub stayed: u64,
-    /// CPU time of tiering, of the kernel's monitor for it included, and of classifying alone; in microseconds.
+    /// CPU time of tiering, of the kernel's monitor for it included, in microseconds.
     pub cpu_us: u64,
-    /// Classifying alone.
-    pub classifier_cpu_us: u64,
 }
 
 pub(crate) fn put(body: &mut Writer, tiering: &Tiering) {
     body.u8(tiering.state as u8);
     body.text(&tiering.note);
-    body.text(&tiering.source);
     body.list(&tiering.tiers[..tiering.tiers.len().min(MAX_TIERS)], |body, tier| {
         body.u32(tier.node);
         body.u64(tier.pages);
@@ -94,18 +87,16 @@ pub(crate) fn put(body: &mut Writer, tiering: &Tiering) {
     for number in [tiering.programs, tiering.managed, tiering.managed_fast, tiering.samples, tiering.ranges] {
         body.u64(number);
     }
-    for number in [tiering.splits, tiering.promoted, tiering.demoted, tiering.stayed] {
+    for number in [tiering.promoted, tiering.demoted, tiering.stayed] {
         body.u64(number);
     }
     body.u64(tiering.cpu_us);
-    body.u64(tiering.classifier_cpu_us);
 }
 
 pub(crate) fn get(body: &mut Reader<'_>) -> Result<Tiering, Refused> {
     Ok(Tiering {
         state: TieringState::of(body.u8()?),
         note: body.text()?,
-        source: body.text()?,
         tiers: body.list(MAX_TIERS, 24, |body| {
             Ok(TierUse { node: body.u32()?, pages: body.u64()?, free: body.u64()?, latency_ns: body.u32()? })
         })?,
@@ -115,12 +106,10 @@ pub(crate) fn get(body: &mut Reader<'_>) -> Result<Tiering, Refused> {
         managed_fast: body.u64()?,
         samples: body.u64()?,
         ranges: body.u64()?,
-        splits: body.u64()?,
         promoted: body.u64()?,
         demoted: body.u64()?,
         stayed: body.u64()?,
         cpu_us: body.u64()?,
-        classifier_cpu_us: body.u64()?,
     })
 }
 
@@ -128,5 +117,5 @@ pub(crate) fn get(body: &mut Reader<'_>) -> Result<Tiering, Refused> {
 pub(crate) fn sample() -> Tiering {
     let tiers = vec![TierUse { node: 0, pages: 9, free: 8, latency_ns: 70 }];
     let state = TieringState::Working;
-    Tiering { state, tiers, hits: Some(0), classifier_cpu_us: 5, ..Tiering::default() }
+    Tiering { state, tiers, hits: Some(0), cpu_us: 5, ..Tiering::default() }
 }

@@ -16,15 +16,12 @@
 //! are the same for all divisions. Evenly spread heat is one range; one hot spot is found in one epoch at any depth.
 //!
 //! Before: samples, by address. After: ranges. Units: counts in [`SAMPLE`]ths, positions in units of 2 MiB.
-//! Promise: pure; at most [`MOST_RANGES`] ranges, beside the memory of [`crate::histogram`]; the same samples give the
-//! same ranges.
+//! Promise: pure; the same samples give the same ranges.
 
-use crate::histogram::{Histogram, MOST_UNITS, Unit};
-use crate::range::{Classifier, Range, SAMPLE};
+use crate::histogram::{Histogram, Unit};
+use crate::range::{Range, SAMPLE};
 use crate::roots::Roots;
 
-/// Most ranges: each unit of 128 GiB. Where there are more, ranges are joined whether they are alike or not.
-pub const MOST_RANGES: usize = 1 << 16;
 /// Least gain in log-likelihood of a further range. Akaike's price of a parameter is 1; with it, evenly spread heat
 /// begins as 831 ranges by chance, with this as some 10. More than 2 loses much if each unit has its own heat: a
 /// quarter of what 0.5 finds with 2,000 samples a second.
@@ -42,12 +39,11 @@ struct Leaf {
 }
 
 impl Leaf {
-    /// The fit, if a sample counts `grain`.
-    fn fit(&self, grain: u64) -> f64 {
+    fn fit(&self) -> f64 {
         if self.count == 0 {
             return 0.0;
         }
-        let samples = self.count as f64 / grain as f64;
+        let samples = self.count as f64 / SAMPLE as f64;
         samples * (samples / self.units as f64).ln()
     }
 
@@ -64,52 +60,49 @@ pub struct Fitted {
     /// Ascending; they tile the roots.
     ranges: Vec<Range>,
     epoch: u64,
-    splits: u64,
-    outside: u64,
 }
 
 impl Fitted {
     /// Starts with one range for each root.
     pub fn new(roots: Roots) -> Self {
         let ranges = roots.ranges().map(|(start, end)| Range { start, end, count: 0, variance: 0, born: 0 }).collect();
-        Self { roots, histogram: Histogram::new(MOST_UNITS), ranges, epoch: 0, splits: 0, outside: 0 }
+        Self { roots, histogram: Histogram::default(), ranges, epoch: 0 }
     }
 }
 
 /// Finds the best division of these units into halves of halves. Appends it to `leaves` and returns its fit, less its
 /// price, and the total count. The recursion is at most 33 deep, because unit numbers have 32 bits.
-fn divide(samples: &[Unit], grain: u64, first: u64, units: u64, leaves: &mut Vec<Leaf>) -> (f64, u64) {
-    let too_few = TOO_FEW * grain / SAMPLE;
+fn divide(samples: &[Unit], first: u64, units: u64, leaves: &mut Vec<Leaf>) -> (f64, u64) {
     // Each unit has at least one SAMPLEth.
-    let is_short = samples.len() as u64 <= too_few;
+    let is_short = samples.len() as u64 <= TOO_FEW;
     let count = if is_short { samples.iter().map(|unit| u64::from(unit.count)).sum() } else { u64::MAX };
-    if units == 1 || count <= too_few {
+    if units == 1 || count <= TOO_FEW {
         let leaf = Leaf { first, units, count };
         leaves.push(leaf);
-        return (leaf.fit(grain), leaf.count);
+        return (leaf.fit(), leaf.count);
     }
     let (mark, low_units, middle) = (leaves.len(), units / 2, first + units / 2);
     let (low, high) = samples.split_at(samples.partition_point(|unit| u64::from(unit.number) < middle));
-    let (low_fit, low_count) = divide(low, grain, first, low_units, leaves);
-    let (high_fit, high_count) = divide(high, grain, middle, units - low_units, leaves);
+    let (low_fit, low_count) = divide(low, first, low_units, leaves);
+    let (high_fit, high_count) = divide(high, middle, units - low_units, leaves);
     let both = Leaf { first, units, count: low_count + high_count };
     let apart = low_fit + high_fit - PRICE;
-    if apart > both.fit(grain) {
+    if apart > both.fit() {
         return (apart, both.count);
     }
     leaves.truncate(mark);
     leaves.push(both);
-    (both.fit(grain), both.count)
+    (both.fit(), both.count)
 }
 
 /// Join neighbours whose division does not gain its price.
-fn join(leaves: &[Leaf], grain: u64, price: f64) -> Vec<Leaf> {
+fn join(leaves: &[Leaf]) -> Vec<Leaf> {
     let mut joined: Vec<Leaf> = Vec::with_capacity(leaves.len());
     for leaf in leaves {
         let mut next = *leaf;
         while let Some(last) = joined.last() {
             let both = last.with(&next);
-            if last.fit(grain) + next.fit(grain) - price > both.fit(grain) {
+            if last.fit() + next.fit() - PRICE > both.fit() {
                 break;
             }
             next = both;
@@ -120,39 +113,29 @@ fn join(leaves: &[Leaf], grain: u64, price: f64) -> Vec<Leaf> {
     joined
 }
 
-impl Classifier for Fitted {
-    fn name(&self) -> &'static str {
-        "fitted"
-    }
-
-    fn record(&mut self, address: u64, samples: u32) {
-        self.record_rough(address, samples, 1);
-    }
-
-    fn record_rough(&mut self, address: u64, samples: u32, each: u32) {
-        match self.roots.unit_of(address) {
-            Some(unit) => self.histogram.record(Unit::sampled(unit, samples, each)),
-            None => self.outside = self.outside.saturating_add(u64::from(samples)),
+impl Fitted {
+    /// Records accesses that a source has sampled, unless they are outside of all roots. An observation counts as
+    /// `each` samples, here and at other addresses: more than 1 if one page was looked at for a large range, which is
+    /// less certain.
+    pub fn record(&mut self, address: u64, samples: u32, each: u32) {
+        if let Some(unit) = self.roots.unit_of(address) {
+            self.histogram.record(Unit::sampled(unit, samples, each));
         }
     }
 
-    fn end_epoch(&mut self) {
+    /// Ends an epoch (500 ms): makes new ranges, then halves all counts.
+    pub fn end_epoch(&mut self) {
         self.epoch += 1;
         self.histogram.count();
-        let (samples, grain) = (self.histogram.units(), self.histogram.grain());
-        let mut price = PRICE;
+        let samples = self.histogram.units();
         // The last range of each root.
         let mut parts = Vec::new();
         for (first, units) in self.roots.spans() {
             let from = samples.partition_point(|unit| u64::from(unit.number) < first);
             let to = samples.partition_point(|unit| u64::from(unit.number) < first + units);
             let mut leaves = Vec::new();
-            divide(&samples[from..to], grain, first, units, &mut leaves);
-            parts.push(join(&leaves, grain, price));
-        }
-        while parts.iter().map(Vec::len).sum::<usize>() > MOST_RANGES {
-            price *= 2.0;
-            parts = parts.iter().map(|leaves| join(leaves, grain, price)).collect();
+            divide(&samples[from..to], first, units, &mut leaves);
+            parts.push(join(&leaves));
         }
         let before = std::mem::take(&mut self.ranges);
         for leaf in parts.iter().flatten() {
@@ -160,7 +143,6 @@ impl Classifier for Fitted {
             let at = before.partition_point(|range| range.start < start);
             let same = before.get(at).filter(|range| range.start == start && range.end == end);
             let born = same.map_or(self.epoch, |range| range.born);
-            self.splits += u64::from(before.get(at).is_none_or(|range| range.start != start));
             let from = samples.partition_point(|unit| u64::from(unit.number) < leaf.first);
             let units = samples[from..].iter().take_while(|unit| u64::from(unit.number) < leaf.first + leaf.units);
             let variance = units.map(|unit| u64::from(unit.variance)).sum();
@@ -169,22 +151,17 @@ impl Classifier for Fitted {
         self.histogram.halve();
     }
 
-    fn ranges(&self) -> &[Range] {
+    /// Returns the ranges of the last epoch, ascending; together they are the roots.
+    pub fn ranges(&self) -> &[Range] {
         &self.ranges
     }
 
-    fn recent(&self, address: u64) -> u64 {
+    /// Returns the count of the unit of 2 MiB with this address after the last epoch's end, in [`SAMPLE`]ths: half of
+    /// what it was before that and what was new.
+    pub fn recent(&self, address: u64) -> u64 {
         let Some(unit) = self.roots.unit_of(address) else { return 0 };
         let units = self.histogram.units();
         units.binary_search_by_key(&unit, |unit| unit.number).map_or(0, |at| units[at].count.into())
-    }
-
-    fn splits(&self) -> u64 {
-        self.splits
-    }
-
-    fn outside(&self) -> u64 {
-        self.outside
     }
 }
 
@@ -197,7 +174,7 @@ mod tests {
     /// The fit of the best division, by trying all divisions.
     fn best(counts: &[u32]) -> f64 {
         let count = counts.iter().map(|count| u64::from(*count)).sum();
-        let whole = Leaf { first: 0, units: counts.len() as u64, count }.fit(SAMPLE);
+        let whole = Leaf { first: 0, units: counts.len() as u64, count }.fit();
         let (low, high) = counts.split_at(counts.len() / 2);
         if low.is_empty() { whole } else { whole.max(best(low) + best(high) - PRICE) }
     }
@@ -211,7 +188,7 @@ mod tests {
             let unit = |(number, count): (u32, &u32)| Unit { number, count: *count, variance: *count };
             let units: Vec<Unit> = units.map(unit).collect();
             let mut leaves = Vec::new();
-            let (fit, count) = divide(&units, SAMPLE, 0, counts.len() as u64, &mut leaves);
+            let (fit, count) = divide(&units, 0, counts.len() as u64, &mut leaves);
             prop_assert!((fit - best(&counts)).abs() < 1e-6, "{fit}, {} is possible: {leaves:?}", best(&counts));
             prop_assert_eq!(count, counts.iter().map(|count| u64::from(*count)).sum::<u64>());
             prop_assert_eq!(leaves.iter().map(|leaf| leaf.count).sum::<u64>(), count);

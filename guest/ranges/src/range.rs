@@ -1,4 +1,4 @@
-//! Ranges, what makes them, and their order by heat.
+//! Ranges, and their order by heat.
 //!
 //! Before: a source has samples of accesses. After: [`crate::relocate`] moves pages by the order.
 //! Units: addresses and sizes in bytes, times in epochs. Promise: pure; equal input gives an equal order.
@@ -35,39 +35,6 @@ impl Range {
         let ours = u128::from(self.count) * u128::from(other.bytes());
         ours.cmp(&(u128::from(other.count) * u128::from(self.bytes())))
     }
-}
-
-/// Makes ranges from samples.
-pub trait Classifier {
-    /// Its name in tables.
-    fn name(&self) -> &'static str;
-
-    /// Records accesses that a source has sampled. Those outside of all roots are counted apart.
-    fn record(&mut self, address: u64, samples: u32);
-
-    /// The same of a source whose observations count as `each` samples, here and at other addresses, as if one page was
-    /// looked at for a large range. Such samples are less certain.
-    fn record_rough(&mut self, address: u64, samples: u32, _each: u32) {
-        self.record(address, samples);
-    }
-
-    /// Ends an epoch (500 ms): makes new ranges, then halves all counts.
-    fn end_epoch(&mut self);
-
-    /// Returns the ranges of the last epoch, ascending; together they are the roots.
-    fn ranges(&self) -> &[Range];
-
-    /// Returns the count of the unit of 2 MiB with this address after the last epoch's end, in [`SAMPLE`]ths: half of
-    /// what it was before that and what was new. 0 for a rule that does not count by unit.
-    fn recent(&self, _address: u64) -> u64 {
-        0
-    }
-
-    /// Returns how often ranges were divided so far.
-    fn splits(&self) -> u64;
-
-    /// Returns the number of samples outside of all roots so far.
-    fn outside(&self) -> u64;
 }
 
 /// Sorts ranges, the hottest first (§3.2.1): by accesses for each byte, then the younger range, then the lower address.

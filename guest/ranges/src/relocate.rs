@@ -5,6 +5,12 @@
 //! then promotes into the freed memory.
 //! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves no more than its
 //! limit, never promotes more than there is room for, and does not move a page if that gains nothing.
+//!
+//! The paper moves every page of the hottest ranges that fit as a whole. Here also as much of the next range as still
+//! fits deserves the fast tier, and of that range the pages that are there already, since its pages are equally hot. A
+//! page moves only if its range is hotter than that of the page it replaces, by more than [`SPREADS`] standard
+//! deviations of the difference; free memory counts as a page without accesses, so what nobody touches is not promoted
+//! into it.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -23,27 +29,13 @@ pub enum Tier {
 /// Where pages are: a program's page table.
 pub trait Placement {
     /// Returns the program that a range is of, and how many of its pages may be promoted at most.
-    fn program(&self, _range: &Range) -> (usize, u64) {
-        (0, u64::MAX)
-    }
-
-    /// Visit the present pages of a range, ascending, until `each` breaks.
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>);
+    fn program(&self, range: &Range) -> (usize, u64);
 
     /// Returns how many pages of a range are present, and how many of these are in fast memory.
-    fn count(&self, range: &Range) -> (u64, u64) {
-        let (mut present, mut fast) = (0, 0);
-        self.visit(range, &mut |_, tier| {
-            (present, fast) = (present + 1, fast + u64::from(tier == Tier::Fast));
-            ControlFlow::Continue(())
-        });
-        (present, fast)
-    }
+    fn count(&self, range: &Range) -> (u64, u64);
 
-    /// The same as [`Self::visit`] of those in one tier.
-    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
-        self.visit(range, &mut |address, tier| if tier == wanted { each(address) } else { ControlFlow::Continue(()) });
-    }
+    /// Visits the present pages of a range that are in one tier, ascending, until `each` breaks.
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>);
 }
 
 /// Limits of a plan.
@@ -57,18 +49,6 @@ pub struct Limits {
     pub reserve: u64,
     /// Most promotions until the next plan, which bounds the bandwidth of moves.
     pub most: u64,
-}
-
-/// How the ranking is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
-    /// §3.2.3: the hottest ranges that fit as a whole deserve the fast tier, and every misplaced page moves.
-    Published,
-    /// Ours: also as much of the next range as still fits, and of that range the pages that are there already, since
-    /// its pages are equally hot. A page moves only if its range is hotter than that of the page it replaces, by more
-    /// than [`SPREADS`] standard deviations of the difference; free memory counts as a page without accesses, so what
-    /// nobody touches is not promoted into it.
-    Ours,
 }
 
 /// With less, pages of equal heat change places without end, by the noise of samples: simulated, a value of 1 moves
@@ -88,7 +68,7 @@ pub struct Plan {
     /// From the fast to the slow tier.
     pub demote: Vec<u64>,
     /// The last of both lists are pairs, one for the other. For each the samples that a byte of the one has more than a
-    /// byte of the other, of all that their ranges count; 0 by the published rule, which promises nothing.
+    /// byte of the other, of all that their ranges count.
     pub gains: Vec<f64>,
 }
 
@@ -102,18 +82,6 @@ impl Plan {
             Tier::Slow => (&self.demote, &self.promote),
         };
         Some(at.checked_sub(alone(own))? + alone(other))
-    }
-
-    /// Returns the moves in turns: pages to demote, then pages to promote, of each at most `pages`. If a turn is no
-    /// larger than the reserve, the fast tier always has room.
-    pub fn turns(&self, pages: usize) -> impl Iterator<Item = (&[u64], &[u64])> {
-        let pages = pages.max(1);
-        let turns = self.promote.len().max(self.demote.len()).div_ceil(pages);
-        let part = move |list: &'_ [u64], turn: usize| {
-            let from = (turn * pages).min(list.len());
-            from..(from + pages).min(list.len())
-        };
-        (0..turns).map(move |turn| (&self.demote[part(&self.demote, turn)], &self.promote[part(&self.promote, turn)]))
     }
 }
 
@@ -142,12 +110,7 @@ fn is_touched(range: &Range) -> bool {
 
 /// Pages of the ranges that deserve the fast tier and are not in it, hottest first; how many ranges deserve it as a
 /// whole; and how many pages of the next one do.
-fn promotions<'a>(
-    ranked: &'a [Range],
-    pages: &dyn Placement,
-    limits: Limits,
-    rule: Rule,
-) -> (Vec<Candidate<'a>>, usize, u64) {
+fn promotions<'a>(ranked: &'a [Range], pages: &dyn Placement, limits: Limits) -> (Vec<Candidate<'a>>, usize, u64) {
     let mut room = limits.fast.saturating_sub(limits.reserve);
     let most = usize::try_from(limits.most).unwrap_or(usize::MAX);
     let mut found: Vec<Candidate<'a>> = Vec::new();
@@ -157,10 +120,10 @@ fn promotions<'a>(
         let (program, its_most) = pages.program(range);
         let its = of_program.entry(program).or_default();
         // What may not be promoted needs no room, nor does what nobody touches.
-        let may = if rule == Rule::Published || is_touched(range) { its_most.saturating_sub(*its) } else { 0 };
+        let may = if is_touched(range) { its_most.saturating_sub(*its) } else { 0 };
         let wanted = fast + (present - fast).min(may);
         let is_whole = wanted <= room;
-        let part = if is_whole || rule == Rule::Ours { wanted.min(room) } else { 0 };
+        let part = wanted.min(room);
         let (before, missing) = (found.len(), usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX));
         let most = most.min(before.saturating_add(missing));
         if found.len() < most {
@@ -204,19 +167,15 @@ fn demotions<'a>(
 }
 
 /// Plans moves for ranges that [`crate::rank`] has ordered.
-pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits, rule: Rule) -> Plan {
-    let (mut promote, whole, part) = promotions(ranked, pages, limits, rule);
+pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits) -> Plan {
+    let (mut promote, whole, part) = promotions(ranked, pages, limits);
     // Pages that may be promoted without a demotion, and pages that must be demoted without a promotion.
     let to_count = |pages: u64| usize::try_from(pages).unwrap_or(usize::MAX);
     let spare = to_count(limits.free.saturating_sub(limits.reserve)).min(promote.len());
     let owed = to_count(limits.reserve.saturating_sub(limits.free).min(limits.most));
     let mut demote = demotions(ranked, pages, whole, part, (promote.len() - spare).saturating_add(owed));
     let pairs = promote[spare..].iter().zip(demote.iter().skip(owed));
-    let of_pair = |(hot, cold): (&Candidate<'_>, &Candidate<'_>)| match rule {
-        Rule::Published => Some(0.0),
-        Rule::Ours => gain(hot.range, cold.range),
-    };
-    let gains: Vec<f64> = pairs.map_while(of_pair).collect();
+    let gains: Vec<f64> = pairs.map_while(|(hot, cold)| gain(hot.range, cold.range)).collect();
     promote.truncate(spare + gains.len());
     demote.truncate(owed + gains.len());
     let addresses = |list: Vec<Candidate<'_>>| list.into_iter().map(|page| page.address).collect();

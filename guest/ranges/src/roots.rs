@@ -4,42 +4,12 @@
 //! see an address. Units: addresses in bytes; a *unit* is 2 MiB, the least that a range can be. Promise: an address
 //! outside of all roots has no unit; no root is empty, and none overlaps another.
 
-use ballast_base::HUGE_SIZE;
+use ballast_base::{HUGE_SIZE, Invalid};
 
 /// Bytes of a unit.
 pub const UNIT: u64 = HUGE_SIZE as u64;
 /// Most units of all roots: 8 PiB. A unit's number fits 32 bits.
 const MOST_UNITS: u64 = 1 << 32;
-/// Most roots: a program has a heap and mappings; a caller may leave out the gaps between large mappings.
-pub const MOST_ROOTS: usize = 64;
-
-/// Reasons why ranges cannot be roots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RootsError {
-    /// There are none, or too many.
-    #[error("Making roots: {0} roots; 1 to {MOST_ROOTS} are possible")]
-    Count(usize),
-    /// A root of no bytes, or one that ends at the end of the address space.
-    #[error("Making roots: {start:#x} to {end:#x} is not a range that has an end")]
-    NotARange {
-        /// First address.
-        start: u64,
-        /// Address after the last one.
-        end: u64,
-    },
-    /// Two have a unit in common.
-    #[error("Making roots: the one at {start:#x} begins in a unit of 2 MiB that belongs to the one before")]
-    Overlap {
-        /// First address of the second.
-        start: u64,
-    },
-    /// Unit numbers would not fit.
-    #[error("Making roots: {units} units of 2 MiB; at most {MOST_UNITS} are possible")]
-    TooLarge {
-        /// Length of all roots.
-        units: u64,
-    },
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Root {
@@ -54,37 +24,33 @@ struct Root {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
     list: Vec<Root>,
-    units: u64,
 }
 
 impl Roots {
     /// Makes roots from first addresses and the addresses after the last, in ascending order. Each is widened to whole
     /// units.
-    pub fn new(ranges: &[(u64, u64)]) -> Result<Self, RootsError> {
-        if ranges.is_empty() || ranges.len() > MOST_ROOTS {
-            return Err(RootsError::Count(ranges.len()));
+    pub fn new(ranges: &[(u64, u64)]) -> Result<Self, Invalid> {
+        if ranges.is_empty() {
+            return Err("there are no roots".into());
         }
         let mut list: Vec<Root> = Vec::with_capacity(ranges.len());
         let mut units = 0;
         for &(start, end) in ranges {
             let widened = end.checked_next_multiple_of(UNIT).filter(|_| start < end);
-            let last = widened.ok_or(RootsError::NotARange { start, end })?;
+            let last = widened.ok_or_else(|| format!("{start:#x} to {end:#x} is not a range that has an end"))?;
             let first = start / UNIT * UNIT;
             if list.last().is_some_and(|root| first < root.end) {
-                return Err(RootsError::Overlap { start });
+                return Err(
+                    format!("the root at {start:#x} begins in a unit of 2 MiB that belongs to the one before").into()
+                );
             }
             list.push(Root { start: first, end: last, first: units });
             units += (last - first) / UNIT;
         }
         if units > MOST_UNITS {
-            return Err(RootsError::TooLarge { units });
+            return Err(format!("{units} units of 2 MiB; at most {MOST_UNITS} are possible").into());
         }
-        Ok(Self { list, units })
-    }
-
-    /// Units of all roots.
-    pub fn units(&self) -> u64 {
-        self.units
+        Ok(Self { list })
     }
 
     /// Returns first addresses and the addresses after the last, of whole units.
@@ -120,10 +86,7 @@ mod tests {
     #[test]
     fn units_are_numbered_through_all_roots_and_lead_back_to_their_addresses() {
         let roots = Roots::new(&[(UNIT + 5, 3 * UNIT), (8 * UNIT, 9 * UNIT + 1)]).expect("two roots");
-        assert_eq!(
-            (roots.units(), roots.ranges().collect::<Vec<_>>()),
-            (4, vec![(UNIT, 3 * UNIT), (8 * UNIT, 10 * UNIT)])
-        );
+        assert_eq!(roots.ranges().collect::<Vec<_>>(), [(UNIT, 3 * UNIT), (8 * UNIT, 10 * UNIT)]);
         let unit = |address| roots.unit_of(address);
         assert_eq!([0, UNIT - 1, UNIT, 3 * UNIT - 1, 3 * UNIT].map(unit), [None, None, Some(0), Some(1), None]);
         assert_eq!(
@@ -136,12 +99,10 @@ mod tests {
 
     #[test]
     fn what_is_no_root_is_refused_by_name() {
-        let error = |ranges: &[(u64, u64)]| Roots::new(ranges).expect_err("refused");
-        assert_eq!(error(&[]), RootsError::Count(0));
-        assert_eq!(error(&[(5, 5)]), RootsError::NotARange { start: 5, end: 5 });
-        assert_eq!(error(&[(0, u64::MAX)]), RootsError::NotARange { start: 0, end: u64::MAX });
-        assert_eq!(error(&[(0, UNIT + 1), (2 * UNIT - 1, 3 * UNIT)]), RootsError::Overlap { start: 2 * UNIT - 1 });
-        assert_eq!(error(&[(0, 1 << 60)]), RootsError::TooLarge { units: 1 << 39 });
-        assert!(error(&[(0, 1); 65]).to_string().contains("65 roots"));
+        let error = |ranges: &[(u64, u64)]| Roots::new(ranges).expect_err("refused").to_string();
+        assert!(error(&[]).contains("no roots"));
+        assert!([(5, 5), (0, u64::MAX)].into_iter().all(|range| error(&[range]).contains("not a range")));
+        assert!(error(&[(0, UNIT + 1), (2 * UNIT - 1, 3 * UNIT)]).contains("0x3fffff begins in a unit"));
+        assert!(error(&[(0, 1 << 60)]).contains("549755813888 units"));
     }
 }

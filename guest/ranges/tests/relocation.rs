@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 
-use ballast_ranges::relocate::{Limits, Placement, Plan, Rule, Tier, plan};
-use ballast_ranges::{Classifier, Fitted, Range, Roots, SAMPLE, UNIT, rank};
+use ballast_ranges::relocate::{Limits, Placement, Plan, Tier, plan};
+use ballast_ranges::{Fitted, Range, Roots, SAMPLE, UNIT, rank};
 use proptest::prelude::*;
 
 /// A page table: what is not in it is not present.
@@ -13,12 +13,18 @@ use proptest::prelude::*;
 struct Pages(BTreeMap<u64, Tier>);
 
 impl Placement for Pages {
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        for (address, tier) in self.0.range(range.start..range.end) {
-            if each(*address, *tier).is_break() {
-                return;
-            }
-        }
+    fn program(&self, _: &Range) -> (usize, u64) {
+        (0, u64::MAX)
+    }
+
+    fn count(&self, range: &Range) -> (u64, u64) {
+        let tiers = || self.0.range(range.start..range.end).map(|(_, tier)| *tier);
+        (tiers().count() as u64, tiers().filter(|tier| *tier == Tier::Fast).count() as u64)
+    }
+
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+        let mut there = self.0.range(range.start..range.end).filter(|(_, tier)| **tier == wanted);
+        let _ = there.try_for_each(|(address, _)| each(*address));
     }
 }
 
@@ -30,9 +36,11 @@ impl Pages {
     /// Make the moves as an agent does, and return the most pages that the fast tier held.
     fn apply(&mut self, plan: &Plan, turn: usize) -> u64 {
         let mut most = self.fast();
-        for (demote, promote) in plan.turns(turn) {
+        let part = |list: &[u64], at: usize| list[at.min(list.len())..(at + turn).min(list.len())].to_vec();
+        for at in (0..plan.promote.len().max(plan.demote.len())).step_by(turn) {
+            let (demote, promote) = (part(&plan.demote, at), part(&plan.promote, at));
             for (list, from, to) in [(demote, Tier::Fast, Tier::Slow), (promote, Tier::Slow, Tier::Fast)] {
-                for address in list {
+                for address in &list {
                     assert_eq!(self.0.insert(*address, to), Some(from), "{address:#x}");
                 }
             }
@@ -71,12 +79,11 @@ fn heat(pages: &Pages, ranges: &[Range]) -> f64 {
 proptest! {
     #[test]
     fn a_plan_moves_what_it_may_and_never_more_than_fits(
-        ranges in ranges(), mut pages in pages(), free in 0u64..10, reserve in 1u64..6, most in 0u64..20, ours: bool,
+        ranges in ranges(), mut pages in pages(), free in 0u64..10, reserve in 1u64..6, most in 0u64..20,
     ) {
-        let rule = if ours { Rule::Ours } else { Rule::Published };
         let limits = Limits { fast: pages.fast() + free, free, reserve, most };
         let ranked = rank(&ranges);
-        let plan = plan(&ranked, &pages, limits, rule);
+        let plan = plan(&ranked, &pages, limits);
         let (promoted, demoted) = (plan.promote.len() as u64, plan.demote.len() as u64);
         prop_assert!(promoted <= most && demoted <= most + reserve, "{plan:?}");
         prop_assert!(promoted <= demoted + free.saturating_sub(reserve), "{plan:?}");
@@ -88,27 +95,25 @@ proptest! {
         prop_assert!(most_fast <= limits.fast);
         if free >= reserve {
             prop_assert!(limits.fast - pages.fast() >= reserve, "the reserve is free again");
-            prop_assert!(!ours || heat(&pages, &ranges) >= before - 1e-9);
+            prop_assert!(heat(&pages, &ranges) >= before - 1e-9);
         }
     }
 
     #[test]
-    fn with_a_full_fast_tier_both_lists_are_as_long(ranges in ranges(), pages in pages(), ours: bool) {
-        let rule = if ours { Rule::Ours } else { Rule::Published };
+    fn with_a_full_fast_tier_both_lists_are_as_long(ranges in ranges(), pages in pages()) {
         let limits = Limits { fast: pages.fast() + 4, free: 4, reserve: 4, most: u64::MAX };
-        let plan = plan(&rank(&ranges), &pages, limits, rule);
+        let plan = plan(&rank(&ranges), &pages, limits);
         prop_assert_eq!(plan.promote.len(), plan.demote.len());
     }
 
     #[test]
-    fn plans_come_to_an_end(ranges in ranges(), mut pages in pages(), ours: bool) {
-        let rule = if ours { Rule::Ours } else { Rule::Published };
+    fn plans_come_to_an_end(ranges in ranges(), mut pages in pages()) {
         let limits = Limits { fast: pages.fast() + 2, free: 2, reserve: 2, most: 7 };
         let ranked = rank(&ranges);
         for _ in 0..40 {
-            pages.apply(&plan(&ranked, &pages, limits, rule), 2);
+            pages.apply(&plan(&ranked, &pages, limits), 2);
         }
-        prop_assert_eq!(plan(&ranked, &pages, limits, rule), Plan::default());
+        prop_assert_eq!(plan(&ranked, &pages, limits), Plan::default());
     }
 }
 
@@ -132,37 +137,34 @@ fn lists(plan: &Plan) -> (&[u64], &[u64]) {
 fn the_hottest_goes_first_and_changes_places_with_the_coldest() {
     let (ranked, pages) = one_page_each(&[10, 900, 20, 700, 30], &[0, 2, 4]);
     let limits = Limits { fast: 3, free: 0, reserve: 0, most: 9 };
-    let [published, ours] = [Rule::Published, Rule::Ours].map(|rule| plan(&ranked, &pages, limits, rule));
-    assert_eq!(lists(&published), (&[2 * UNIT, 4 * UNIT][..], &[UNIT, 3 * UNIT][..]));
-    assert_eq!(lists(&ours), lists(&published));
+    let ours = plan(&ranked, &pages, limits);
+    assert_eq!(lists(&ours), (&[2 * UNIT, 4 * UNIT][..], &[UNIT, 3 * UNIT][..]));
     let gained: Vec<f64> = ours.gains.iter().map(|gain| gain * (SAMPLE * UNIT) as f64).collect();
     assert!((gained[0] - 890.0).abs() < 0.1 && (gained[1] - 680.0).abs() < 0.1, "{gained:?}");
     assert_eq!(
-        ours.turns(1).map(|(demote, promote)| (demote[0], promote[0])).max_by_key(|pair| Reverse(*pair)),
+        ours.demote.iter().copied().zip(ours.promote.iter().copied()).max_by_key(|pair| Reverse(*pair)),
         Some((UNIT, 2 * UNIT))
     );
     // The bandwidth takes the hottest.
-    let one = plan(&ranked, &pages, Limits { most: 1, ..limits }, Rule::Ours);
+    let one = plan(&ranked, &pages, Limits { most: 1, ..limits });
     assert_eq!(lists(&one), (&[2 * UNIT][..], &[UNIT][..]));
 }
 
 #[test]
-fn a_difference_that_may_be_noise_moves_nothing_in_ours() {
+fn a_difference_that_may_be_noise_moves_nothing() {
     let (ranked, pages) = one_page_each(&[100, 120], &[0]);
     let limits = Limits { fast: 1, free: 0, reserve: 0, most: 9 };
-    assert_eq!(plan(&ranked, &pages, limits, Rule::Ours), Plan::default());
-    assert_eq!(plan(&ranked, &pages, limits, Rule::Published).promote, [2 * UNIT]);
+    assert_eq!(plan(&ranked, &pages, limits), Plan::default());
 }
 
 #[test]
-fn a_range_that_does_not_fit_is_left_out_as_published_and_taken_in_part_by_ours() {
+fn a_range_that_does_not_fit_is_taken_in_part() {
     let hot = Range { start: UNIT, end: 5 * UNIT, count: 1000, variance: 1000, born: 0 };
     let cold = Range { start: 5 * UNIT, end: 9 * UNIT, count: 1, variance: 1, born: 0 };
     let pages = Pages((1..9).map(|at| (at * UNIT, if at >= 6 { Tier::Fast } else { Tier::Slow })).collect());
     let limits = Limits { fast: 3, free: 0, reserve: 0, most: 9 };
     let ranked = rank(&[hot, cold]);
-    assert_eq!(plan(&ranked, &pages, limits, Rule::Published), Plan::default());
-    let ours = plan(&ranked, &pages, limits, Rule::Ours);
+    let ours = plan(&ranked, &pages, limits);
     assert_eq!(lists(&ours), (&[UNIT, 2 * UNIT, 3 * UNIT][..], &[6 * UNIT, 7 * UNIT, 8 * UNIT][..]));
 }
 
@@ -175,8 +177,12 @@ impl Placement for TwoPrograms {
         (usize::from(is_odd), if is_odd { u64::MAX } else { 1 })
     }
 
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        self.0.visit(range, each);
+    fn count(&self, range: &Range) -> (u64, u64) {
+        self.0.count(range)
+    }
+
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+        self.0.visit_in(range, wanted, each);
     }
 }
 
@@ -184,7 +190,7 @@ impl Placement for TwoPrograms {
 fn a_program_that_may_have_few_promoted_leaves_the_others_theirs() {
     let (ranked, pages) = one_page_each(&[0, 900, 0, 800, 500, 700], &[0, 2]);
     let limits = Limits { fast: 2, free: 0, reserve: 0, most: 9 };
-    let plan = plan(&ranked, &TwoPrograms(pages), limits, Rule::Ours);
+    let plan = plan(&ranked, &TwoPrograms(pages), limits);
     // The second and the third are one too many of their program.
     assert_eq!(lists(&plan), (&[2 * UNIT, 5 * UNIT][..], &[3 * UNIT, UNIT][..]));
 }
@@ -194,9 +200,9 @@ fn a_small_difference_moves_nothing_however_sure_it_is() {
     let million = 1_000_000 * SAMPLE;
     let (ranked, pages) = one_page_each(&[million, million * 12 / 10], &[0]);
     let limits = Limits { fast: 1, free: 0, reserve: 0, most: 9 };
-    assert_eq!(plan(&ranked, &pages, limits, Rule::Ours), Plan::default());
+    assert_eq!(plan(&ranked, &pages, limits), Plan::default());
     let (ranked, pages) = one_page_each(&[million, million * 13 / 10], &[0]);
-    assert_eq!(plan(&ranked, &pages, limits, Rule::Ours).promote, [2 * UNIT]);
+    assert_eq!(plan(&ranked, &pages, limits).promote, [2 * UNIT]);
 }
 
 #[test]
@@ -205,9 +211,9 @@ fn one_observation_that_was_counted_for_each_unit_of_a_large_range_moves_nothing
     let pages = Pages((1..201).map(|at| (at * UNIT, if at < 100 { Tier::Fast } else { Tier::Slow })).collect());
     let limits = Limits { fast: 99, free: 0, reserve: 0, most: 50 };
     let mut seen_accessed = |count: u32| {
-        (110..150).for_each(|unit| classifier.record_rough(unit * UNIT, count, 40));
+        (110..150).for_each(|unit| classifier.record(unit * UNIT, count, 40));
         classifier.end_epoch();
-        plan(&rank(classifier.ranges()), &pages, limits, Rule::Ours).promote
+        plan(&rank(classifier.ranges()), &pages, limits).promote
     };
     // It was accessed once, others never: that may be chance, though there are 40 samples.
     assert_eq!(seen_accessed(1), []);
@@ -220,10 +226,8 @@ fn free_fast_memory_is_for_what_is_touched_and_nothing_is_demoted_for_want_of_ac
     let counts = [0, 900, 0, 700, 0, SAMPLE];
     let (ranked, pages) = one_page_each(&counts, &[0]);
     let limits = Limits { fast: 6, free: 5, reserve: 1, most: 9 };
-    let ours = plan(&ranked, &pages, limits, Rule::Ours);
+    let ours = plan(&ranked, &pages, limits);
     assert_eq!(lists(&ours), (&[2 * UNIT, 4 * UNIT][..], &[][..]));
-    let published = plan(&ranked, &pages, limits, Rule::Published);
-    assert_eq!(published.promote.len(), 4, "as the paper says: all that fits");
 }
 
 #[test]

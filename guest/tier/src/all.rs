@@ -56,13 +56,8 @@ impl Placement for All<'_> {
         (index, self.0.get(index).map_or(0, |(_, most)| *most))
     }
 
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        let Some((pages, plain, index)) = self.of(range) else { return };
-        pages.visit(&plain, &mut |address, tier| each(address | index, tier));
-    }
-
     fn count(&self, range: &Range) -> (u64, u64) {
-        self.of(range).map_or((0, 0), |(pages, plain, _)| Placement::count(pages, &plain))
+        self.of(range).map_or((0, 0), |(pages, plain, _)| pages.count(&plain))
     }
 
     fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {

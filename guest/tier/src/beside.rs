@@ -1,5 +1,4 @@
-//! Other programs that move pages between nodes, so that none fight: the kernel's NUMA balancing, its demotion, and
-//! DAMON.
+//! What else moves pages between nodes, so that none fight: the kernel's NUMA balancing and its demotion.
 //!
 //! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or does not and names the other
 //! program.
@@ -9,7 +8,6 @@
 use std::io;
 
 use crate::kernel_files::Files;
-use crate::source::damon;
 
 const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
 const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
@@ -25,11 +23,11 @@ pub struct Beside {
     pub notes: Vec<String>,
 }
 
-/// Returns the other programs that move pages; `own_damon` says that DAMON is ours.
+/// Returns what else moves pages. DAMON does not: its threads are ours.
 ///
 /// # Errors
 /// A setting cannot be read.
-pub fn look(files: &Files, own_damon: bool) -> io::Result<Beside> {
+pub fn look(files: &Files) -> io::Result<Beside> {
     let mut beside = Beside::default();
     let mode = files.optional(BALANCING)?.and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
     if mode & TIERING != 0 {
@@ -38,9 +36,6 @@ pub fn look(files: &Files, own_damon: bool) -> io::Result<Beside> {
         beside.notes.push(format!(
             "NUMA balancing is on (kernel.numa_balancing is {mode}): it moves pages to the CPU that uses them"
         ));
-    }
-    if !own_damon && let Some(user) = damon::in_use(files)?.filter(|user| user.contains("migrate")) {
-        beside.promoter = Some(format!("DAMON migrates: {user}"));
     }
     if files.optional(DEMOTION)?.as_deref() == Some("true") {
         beside.notes.push("the kernel demotes instead of swapping when a node is short of memory".into());
@@ -85,20 +80,14 @@ mod tests {
     fn the_program_that_promotes_is_named_and_others_are_noted() {
         let root = tempfile::tempdir().expect("directory");
         let files = Files::below(root.path());
-        assert_eq!(look(&files, false).expect("looked"), Beside::default());
+        assert_eq!(look(&files).expect("looked"), Beside::default());
         put(root.path(), BALANCING, "1\n");
         put(root.path(), DEMOTION, "true\n");
-        let beside = look(&files, false).expect("looked");
+        let beside = look(&files).expect("looked");
         assert_eq!((beside.promoter, beside.notes.len()), (None, 2));
         put(root.path(), BALANCING, "3\n");
-        let said = look(&files, false).expect("looked").promoter.expect("promotes");
+        let said = look(&files).expect("looked").promoter.expect("promotes");
         assert!(said.contains("numa_balancing is 3"), "{said}");
-        put(root.path(), BALANCING, "0\n");
-        let thread = "/sys/kernel/mm/damon/admin/kdamonds/0";
-        put(root.path(), &format!("{thread}/state"), "on\n");
-        put(root.path(), &format!("{thread}/contexts/0/schemes/0/action"), "migrate_hot\n");
-        assert!(look(&files, false).expect("looked").promoter.is_some_and(|said| said.contains("migrate_hot")));
-        assert_eq!(look(&files, true).expect("looked").promoter, None);
     }
 
     #[test]

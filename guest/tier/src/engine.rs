@@ -10,9 +10,9 @@
 //!
 //! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
 //! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
-//! Promise: at most the set bandwidth is moved; planning takes at most 1/50 of a CPU, reading page tables as much;
-//! nothing is moved while another program promotes; a program whose pages may not be moved keeps no other one waiting.
-//! When it is dropped, everything except the place of pages is as before.
+//! Promise: at most the set bandwidth is moved; planning takes at most 1/50 of a CPU, reading page tables less; nothing
+//! is moved while another program promotes; a program whose pages may not be moved keeps no other one waiting. When it
+//! is dropped, everything except the place of pages is as before.
 //!
 //! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
 
@@ -20,9 +20,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::{Duration, Instant};
 
-use ballast_base::PAGE_SIZE;
-use ballast_ranges::relocate::{self, Limits, Rule, Tier};
-use ballast_ranges::{Classifier, Fitted, Roots, SAMPLE, rank};
+use ballast_ranges::relocate::{self, Limits, Tier};
+use ballast_ranges::{Fitted, SAMPLE, rank};
 use ballast_sys::{Remote, clock};
 
 use crate::all::{All, MOST_PROGRAMS, joined, place, ranges_of};
@@ -32,13 +31,12 @@ use crate::kernel::{Kernel, Machine};
 use crate::kernel_files::Files;
 use crate::mover::{Became, Mover, Order};
 use crate::nodes::{Tiers, usage};
-use crate::pace::Pace;
 use crate::programs::{choose, memory};
 use crate::settings::{EPOCH, Settings, Unavailable};
 use crate::source::damon::Damon;
-use crate::source::perf::{Found, Perf};
 use crate::source::{SampleSource, Samples};
 use crate::status::{Status, TierStatus};
+use crate::unit::PAGE;
 use crate::watched::{Watched, index_of};
 use crate::worth::{By, Worth};
 
@@ -49,26 +47,18 @@ const PLAN_PART: u32 = 50;
 /// The fast tier keeps 1/N of itself free above the kernel's watermarks, and at most this.
 const RESERVE_PART: u64 = 64;
 const MOST_RESERVE: u64 = 64 << 20;
-/// Samples of an epoch that are looked up in the page table: did the fast tier serve them?
-const MOST_ASKED: u64 = 4096;
-const PAGE: u64 = PAGE_SIZE as u64;
-
-/// Makes the classifier of one program.
-pub type MakeClassifier = fn(Roots) -> Box<dyn Classifier + Send>;
+/// Page-table entries that are read in an epoch, of all programs: 1 GiB of memory. An entry takes some 10 ns.
+const MOST_READ: u64 = 1 << 18;
 
 /// Tiering inside a guest.
 pub struct Tierer {
     files: Files,
     kernel: Box<dyn Kernel>,
     settings: Settings,
-    make: MakeClassifier,
-    rule: Rule,
     source: Box<dyn SampleSource>,
-    own_damon: bool,
     tiers: Tiers,
     watched: Vec<Watched>,
     worth: Worth,
-    pace: Pace,
     plan_again: Instant,
     /// Pages that others want of the fast nodes, beside what is kept free anyway.
     asked: u64,
@@ -82,12 +72,8 @@ impl std::fmt::Debug for Tierer {
     }
 }
 
-fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
-    Box::new(Fitted::new(roots))
-}
-
 impl Tierer {
-    /// Starts with the best source that this machine has: the PMU, else DAMON.
+    /// Starts with samples from DAMON.
     ///
     /// # Errors
     /// Why this machine cannot.
@@ -95,17 +81,8 @@ impl Tierer {
         let files = Files::default();
         // Before anything is taken.
         Self::check(&files)?;
-        match Perf::loads(&files)? {
-            Found::Perf(perf) => Self::with_source(settings, Box::new(perf)),
-            Found::Not(pmu) => {
-                let damon = match settings.damon_threads_from {
-                    Some(first) => Ok(Damon::beside(&files, first)),
-                    None => Damon::open(&files),
-                };
-                let damon = damon.map_err(|damon| Unavailable::NoSource { pmu, damon })?;
-                Self::with_source(settings, Box::new(damon))
-            }
-        }
+        let damon = Damon::new(&files, settings.damon_threads_from);
+        Self::with_files(files, settings, Box::new(damon))
     }
 
     /// The tiers of this machine now.
@@ -132,41 +109,22 @@ impl Tierer {
         Ok(tiers)
     }
 
-    /// Starts with a source of the caller's.
-    ///
-    /// # Errors
-    /// Why this machine cannot.
-    pub fn with_source(settings: Settings, source: Box<dyn SampleSource>) -> Result<Self, Unavailable> {
-        Self::with_files(Files::default(), settings, source)
-    }
-
     fn with_files(files: Files, settings: Settings, source: Box<dyn SampleSource>) -> Result<Self, Unavailable> {
         let tiers = Self::check(&files)?;
         let balancing = if settings.take_over { Balancing::off(&files)? } else { None };
-        let status = Status { told_by: tiers.told, source: source.name().into(), ..Status::default() };
-        let own_damon = source.name() == "damon" || settings.damon_threads_from.is_some();
         Ok(Self {
             files,
             kernel: Box::new(Machine),
             settings,
-            make: ours,
-            rule: Rule::Ours,
             source,
-            own_damon,
             tiers,
             watched: Vec::new(),
             worth: Worth::default(),
-            pace: Pace::default(),
             plan_again: Instant::now(),
             asked: 0,
-            status,
+            status: Status::default(),
             _balancing: balancing,
         })
-    }
-
-    /// Classifies and plans by other rules, such as the published ones, to compare them.
-    pub fn by_rule(&mut self, make: MakeClassifier, rule: Rule) {
-        (self.make, self.rule) = (make, rule);
     }
 
     /// Sets how many pages of each node are to be free, for one who is about to take them. Of nodes of the fast tier,
@@ -197,7 +155,7 @@ impl Tierer {
         if self.status.epochs.is_multiple_of(CHOOSE_EVERY) {
             self.detect()?;
             self.choose()?;
-            let beside = beside::look(&self.files, self.own_damon)?;
+            let beside = beside::look(&self.files)?;
             (self.status.aside, self.status.notes) = (beside.promoter, beside.notes);
             let resting = self.watched.iter().filter(|watched| watched.rests(self.status.epochs)).count();
             if resting > 0 {
@@ -207,7 +165,7 @@ impl Tierer {
         }
         self.status.epochs += 1;
         self.sample()?;
-        self.look()?;
+        self.look();
         let before = clock::cpu_time();
         self.watched.iter_mut().for_each(Watched::end_epoch);
         let watched = &self.watched;
@@ -230,7 +188,7 @@ impl Tierer {
         if nodes(&tiers) != nodes(&self.tiers) {
             self.watched.iter_mut().for_each(Watched::forget_pages);
         }
-        (self.status.told_by, self.tiers) = (tiers.told, tiers);
+        self.tiers = tiers;
         Ok(())
     }
 
@@ -247,14 +205,13 @@ impl Tierer {
                 Some(at) => {
                     let mut known = before.swap_remove(at);
                     if known.outgrows(&memory.areas) {
-                        known.classifier = (self.make)(memory.roots);
+                        known.classifier = Fitted::new(memory.roots);
                     }
                     known
                 }
                 None => {
                     let Ok(process) = self.kernel.open(program.pid) else { continue };
-                    let classifier = (self.make)(memory.roots);
-                    Watched::new(program.clone(), process, classifier)
+                    Watched::new(program.clone(), process, Fitted::new(memory.roots))
                 }
             };
             watched.chosen(program, memory.areas);
@@ -269,7 +226,7 @@ impl Tierer {
     fn sample(&mut self) -> io::Result<()> {
         let watched = &mut self.watched;
         watched.iter_mut().for_each(Watched::begin);
-        let (mut samples, mut asked, mut hits, mut known) = (0u64, 0u64, 0.0, 0.0);
+        let (mut samples, mut hits, mut known) = (0u64, 0.0, 0.0);
         let mut cpu = Duration::ZERO;
         let mut batch: Vec<(usize, u64, Samples)> = Vec::new();
         let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, Samples)>| {
@@ -279,13 +236,10 @@ impl Tierer {
             }
             cpu += clock::cpu_time() - before;
         };
-        let missed = self.source.take(&mut |pid, address, found| {
+        self.source.take(&mut |pid, address, found| {
             let Some(at) = index_of(watched, pid) else { return };
             samples += u64::from(found.count);
-            if asked < MOST_ASKED
-                && let Some(share) = watched[at].pages.fast_share(address)
-            {
-                asked += 1;
+            if let Some(share) = watched[at].pages.fast_share(address) {
                 (hits, known) = (hits + share * f64::from(found.count), known + f64::from(found.count));
             }
             batch.push((at, address, found));
@@ -296,26 +250,15 @@ impl Tierer {
         record(watched, &mut batch);
         self.status.classifier_cpu_us += cpu.as_micros() as u64;
         self.status.samples += samples;
-        self.status.epoch_samples = samples;
-        self.status.samples_missed += missed.lost + missed.damaged;
         self.status.fast_hit_pct = (known > 0.0).then(|| hits / known * 100.0);
         Ok(())
     }
 
     /// Read a part of the page tables.
-    fn look(&mut self) -> io::Result<()> {
-        let (tiers, entries) = (&self.tiers, self.pace.entries(self.watched.len()));
-        let (mut read, before) = (0, clock::cpu_time());
+    fn look(&mut self) {
+        let (tiers, most) = (&self.tiers, MOST_READ / (self.watched.len() as u64).max(1));
         // One that is gone is dropped when programs are chosen again; until then its pages are absent.
-        self.watched.retain_mut(|watched| match watched.look(tiers, entries) {
-            Ok(entries) => {
-                read += entries;
-                true
-            }
-            Err(_) => false,
-        });
-        self.pace.took(read, clock::cpu_time() - before);
-        Ok(())
+        self.watched.retain_mut(|watched| watched.look(tiers, most).is_ok());
     }
 
     /// Is there a program whose pages are known and may be moved?
@@ -352,7 +295,7 @@ impl Tierer {
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         let most = |watched: &Watched| self.worth.most(watched.program.pid, limits.most);
         let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
-        let plan = relocate::plan(&ranked, &pages, limits, self.rule);
+        let plan = relocate::plan(&ranked, &pages, limits);
         // CPU time: where programs leave it few CPUs, waiting for one is no cost of this.
         self.plan_again = Instant::now() + (clock::cpu_time() - began) * PLAN_PART;
         self.carry_out(&plan, reserve)
@@ -368,7 +311,7 @@ impl Tierer {
         let (made, result) = carry_out(plan, turn, &mut |tier, pages, each| {
             let order = |(process, address)| Order { process, address };
             let orders: Vec<Order> = pages.iter().map(|page| order(place(*page))).collect();
-            mover.carry_by(&by, tier, &orders, moves, &mut |order, became| {
+            mover.carry(&by, tier, &orders, moves, &mut |order, became| {
                 let of = &mut watched[order.process];
                 match became {
                     Became::In(tier) => of.pages.moved(order.address, tier),
@@ -415,14 +358,11 @@ impl Tierer {
         self.status.programs = self.watched.len() as u64;
         (self.status.managed_bytes, self.status.managed_fast_bytes) = (present * PAGE, fast * PAGE);
         self.status.ranges = self.watched.iter().map(|watched| watched.classifier.ranges().len() as u64).sum();
-        self.status.splits = self.watched.iter().map(|watched| watched.classifier.splits()).sum();
         Ok(())
     }
 }
 
 #[cfg(test)]
-#[path = "tests_engine.rs"]
 mod tests;
 #[cfg(test)]
-#[path = "tests_walks.rs"]
 mod walks;

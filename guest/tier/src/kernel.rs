@@ -31,7 +31,7 @@ impl PageTable for Remote {
 }
 
 /// Moves pages of a process to a node; see [`move_pages`].
-pub(crate) type Move<'a> = dyn Fn(u32, &[u64], u32) -> io::Result<Option<Vec<Place>>> + 'a;
+pub type Move<'a> = dyn Fn(u32, &[u64], u32) -> io::Result<Option<Vec<Place>>> + 'a;
 
 /// A kernel.
 pub(crate) trait Kernel: Send {

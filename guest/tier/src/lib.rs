@@ -2,7 +2,7 @@
 //! NUMA nodes of different speed; the host only says how large each is.
 //!
 //! ```text
-//! source (PMU or DAMON) ─► ballast-ranges ─► relocate::plan ─► mover ─► move_pages(2)
+//! source (DAMON) ─► ballast-ranges ─► relocate::plan ─► mover ─► move_pages(2)
 //!                                              ▲
 //!             nodes (which is fast)   pages (where each page is)   beside (who else moves pages)
 //! ```
@@ -24,7 +24,6 @@ pub mod kernel;
 pub mod kernel_files;
 pub mod mover;
 pub mod nodes;
-mod pace;
 pub mod pages;
 pub mod programs;
 pub mod settings;

@@ -10,15 +10,15 @@ use std::io;
 
 use ballast_base::PAGE_SIZE;
 use ballast_ranges::relocate::Tier;
-use ballast_sys::numa::{Place, move_pages};
-use serde::{Deserialize, Serialize};
+use ballast_sys::numa::Place;
+use serde::Serialize;
 
 use crate::kernel::Move;
 use crate::kernel_files::Files;
 use crate::nodes::{Tiers, usage};
 
 /// Pages that were to be moved, and their results.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Moves {
     /// From a slow tier to the fast one.
     pub promoted: u64,
@@ -78,17 +78,6 @@ impl Mover<'_> {
     /// The kernel does not say what is free.
     pub fn carry(
         &self,
-        to: Tier,
-        orders: &[Order],
-        moves: &mut Moves,
-        each: &mut dyn FnMut(Order, Became),
-    ) -> io::Result<bool> {
-        self.carry_by(&move_pages, to, orders, moves, each)
-    }
-
-    /// The same, by other means.
-    pub(crate) fn carry_by(
-        &self,
         move_pages: &Move<'_>,
         to: Tier,
         orders: &[Order],
@@ -117,59 +106,58 @@ impl Mover<'_> {
                     continue;
                 }
             };
-            // If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its
-            // reason.
-            let (mut asked, mut stuck) = (0, 0);
-            for at in 0..places.len() {
-                if places[at] == Place::Untried && asked < MOST_ALONE && has_room {
-                    asked += 1;
-                    let Ok(Some(alone)) = move_pages(pid, &addresses[at..=at], node) else { continue };
-                    // Alone it was tried, but the kernel says neither that it is pinned nor that the node is full.
-                    places[at] = match alone[0] {
-                        Place::Untried if self.room(node).is_ok_and(|room| room < PAGE_SIZE as u64) => Place::Full,
-                        Place::Untried => Place::Busy,
-                        place => place,
-                    };
-                    has_room &= places[at] != Place::Full;
-                    stuck += usize::from(places[at] == Place::Busy);
-                }
-            }
-            // A program may have more memory pinned than pages can be asked alone until they are tried again. It would
-            // fill each plan.
-            let are_stuck = stuck == MOST_ALONE;
+            let are_stuck = self.ask_alone(move_pages, (pid, node), &addresses, &mut places, &mut has_room);
             for (order, place) in part.iter().zip(places) {
-                let became = match place {
-                    Place::Node(now) if self.tiers.is_fast(now) == (to == Tier::Fast) => {
-                        *(if to == Tier::Fast { &mut moves.promoted } else { &mut moves.demoted }) += 1;
-                        Became::In(to)
-                    }
-                    Place::Absent => {
-                        moves.absent += 1;
-                        Became::Gone
-                    }
+                let (count, became) = match place {
+                    Place::Node(now) if self.tiers.is_fast(now) == (to == Tier::Fast) => match to {
+                        Tier::Fast => (&mut moves.promoted, Became::In(to)),
+                        Tier::Slow => (&mut moves.demoted, Became::In(to)),
+                    },
+                    Place::Absent => (&mut moves.absent, Became::Gone),
                     Place::Full => {
                         (moves.full, has_room) = (moves.full + 1, false);
                         continue;
                     }
                     // It was not tried, so the next plan has it again.
                     Place::Untried if !are_stuck => continue,
-                    Place::Shared => {
-                        moves.shared += 1;
-                        Became::Stays
-                    }
-                    Place::Busy | Place::Untried => {
-                        moves.busy += 1;
-                        Became::Stays
-                    }
-                    Place::Never | Place::Node(_) => {
-                        moves.never += 1;
-                        Became::Stays
-                    }
+                    Place::Shared => (&mut moves.shared, Became::Stays),
+                    Place::Busy | Place::Untried => (&mut moves.busy, Became::Stays),
+                    Place::Never | Place::Node(_) => (&mut moves.never, Became::Stays),
                 };
+                *count += 1;
                 each(*order, became);
             }
         }
         Ok(has_room)
+    }
+
+    /// If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its reason.
+    /// Returns whether the others count as pinned: a program may have more memory pinned than pages can be asked alone
+    /// until they are tried again, and it would fill each plan.
+    fn ask_alone(
+        &self,
+        move_pages: &Move<'_>,
+        (pid, node): (u32, u32),
+        addresses: &[u64],
+        places: &mut [Place],
+        has_room: &mut bool,
+    ) -> bool {
+        let (mut asked, mut stuck) = (0, 0);
+        for (at, place) in places.iter_mut().enumerate() {
+            if *place == Place::Untried && asked < MOST_ALONE && *has_room {
+                asked += 1;
+                let Ok(Some(alone)) = move_pages(pid, &addresses[at..=at], node) else { continue };
+                // Alone it was tried, but the kernel says neither that it is pinned nor that the node is full.
+                *place = match alone[0] {
+                    Place::Untried if self.room(node).is_ok_and(|room| room < PAGE_SIZE as u64) => Place::Full,
+                    Place::Untried => Place::Busy,
+                    place => place,
+                };
+                *has_room &= *place != Place::Full;
+                stuck += usize::from(*place == Place::Busy);
+            }
+        }
+        stuck == MOST_ALONE
     }
 
     /// Returns what is free of a node above the kernel's reserve.
@@ -209,6 +197,7 @@ const MOST_ALONE: usize = 64;
 mod tests {
     use super::*;
     use crate::nodes::tests::{put, two_nodes};
+    use ballast_sys::numa::move_pages;
     use std::sync::atomic::Ordering;
 
     #[test]
@@ -229,7 +218,7 @@ mod tests {
         assert_eq!(mover.roomiest(Tier::Fast).expect("read"), None);
         let mut moves = Moves::default();
         let order = Order { process: 0, address: 4096 };
-        assert!(!mover.carry(Tier::Fast, &[order], &mut moves, &mut |_, _| ()).expect("an outcome"));
+        assert!(!mover.carry(&move_pages, Tier::Fast, &[order], &mut moves, &mut |_, _| ()).expect("an outcome"));
         assert_eq!(moves.full, 1);
     }
 
@@ -250,7 +239,7 @@ mod tests {
                 gone.push(order.address)
             }
         };
-        assert!(mover.carry(Tier::Fast, &orders, &mut moves, each).expect("meminfo"));
+        assert!(mover.carry(&move_pages, Tier::Fast, &orders, &mut moves, each).expect("meminfo"));
         if moves.refused > 0 {
             return ballast_testkit::skip("numa", "this kernel moves no pages between nodes");
         }
@@ -269,7 +258,7 @@ mod tests {
         let (pids, mut moves, mut seen) = ([2, std::process::id()], Moves::default(), Vec::new());
         let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
         let each = &mut |order: Order, became| seen.push((order.process, became));
-        assert!(mover.carry(Tier::Fast, &[order(0), order(1)], &mut moves, each).expect("meminfo"));
+        assert!(mover.carry(&move_pages, Tier::Fast, &[order(0), order(1)], &mut moves, each).expect("meminfo"));
         if seen[0].1 != Became::Refused || seen[1].1 == Became::Refused {
             return ballast_testkit::skip("numa", format!("{seen:?}"));
         }
@@ -293,7 +282,7 @@ mod tests {
             };
             let (mut moves, mut stay) = (Moves::default(), 0);
             let each = &mut |_, became| stay += u64::from(became == Became::Stays);
-            assert!(mover.carry_by(&kernel, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
+            assert!(mover.carry(&kernel, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
             (stay, moves.busy, moves.demoted)
         };
         assert_eq!(carry(0), (0, 0, 1000));
@@ -308,7 +297,7 @@ mod tests {
         };
         let mut moves = Moves::default();
         let each = &mut |_, became| panic!("{became:?}");
-        assert!(!mover.carry_by(&full, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
+        assert!(!mover.carry(&full, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
         assert_eq!(moves, Moves { full: 1, ..Moves::default() });
     }
 }

@@ -3,22 +3,20 @@
 //! Before: a kernel that knows its memory from firmware. After: [`crate::engine`] fills the fast tier with hot pages.
 //! Threads: any. Units: bytes; nanoseconds; numbers of nodes.
 //!
-//! Nodes are told apart by the first of these that sysfs has: the kernel's own memory tiers (6.1; by HMAT since 6.7),
-//! the read latency in HMAT, the distance from the nodes with CPUs.
+//! Nodes are told apart by the kernel's own memory tiers, which it makes from HMAT (Linux 6.7).
 //! Promise: nothing is guessed. Nodes that cannot be told apart are one tier, and then nothing is moved.
 
 use std::collections::BTreeMap;
 use std::io;
 
-use serde::{Deserialize, Serialize};
-
 use crate::kernel_files::{Files, list};
 
-const NODES: &str = "/sys/devices/system/node";
+/// The kernel's files about nodes.
+pub const NODES: &str = "/sys/devices/system/node";
 const TIERS: &str = "/sys/devices/virtual/memory_tiering";
 
 /// Memory of one speed.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tier {
     /// Its nodes.
     pub nodes: Vec<u32>,
@@ -26,28 +24,11 @@ pub struct Tier {
     pub read_latency_ns: Option<u64>,
 }
 
-/// How the tiers were told apart.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Told {
-    /// The kernel's memory tiers.
-    MemoryTiers,
-    /// The latencies of HMAT.
-    Latency,
-    /// Distances.
-    Distance,
-    /// Not at all: there is one tier.
-    #[default]
-    Nothing,
-}
-
 /// The tiers of this machine, the fastest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// The fastest first; nodes without memory are in none.
     pub list: Vec<Tier>,
-    /// How they were told apart.
-    pub told: Told,
     /// First frame, frame after the last one, node; ascending.
     frames: Vec<(u64, u64, u32)>,
 }
@@ -70,46 +51,26 @@ impl Tiers {
     /// No sysfs, or a kernel without NUMA.
     pub fn detect(files: &Files) -> io::Result<Self> {
         let nodes = list(&files.text(&format!("{NODES}/has_memory"))?);
-        let cpus = list(&files.optional(&format!("{NODES}/has_cpu"))?.unwrap_or_default());
-        let mut latency = BTreeMap::new();
-        for node in &nodes {
-            let path = format!("{NODES}/node{node}/access0/initiators/read_latency");
-            // 0 if firmware has no value.
-            let said = files.optional(&path)?.and_then(|text| text.parse::<u64>().ok()).filter(|ns| *ns > 0);
-            latency.extend(said.map(|ns| (*node, ns)));
-        }
-        let known_latency = |node: &u32| latency.get(node).copied();
-        let mut by_tier = BTreeMap::new();
+        let mut tiers: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for tier in files.numbered(TIERS, "memory_tier")? {
             let members = files.optional(&format!("{TIERS}/memory_tier{tier}/nodelist"))?.unwrap_or_default();
-            by_tier.extend(list(&members).into_iter().map(|node| (node, u64::from(tier))));
+            let members: Vec<u32> = list(&members).into_iter().filter(|node| nodes.contains(node)).collect();
+            tiers.extend((!members.is_empty()).then_some((tier, members)));
         }
-        let mut by_distance = BTreeMap::new();
-        for node in &nodes {
-            let row = files.optional(&format!("{NODES}/node{node}/distance"))?.unwrap_or_default();
-            let online = list(&files.optional(&format!("{NODES}/online"))?.unwrap_or_default());
-            let row = online.iter().zip(row.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok()));
-            let least = row.filter(|(from, _)| cpus.contains(from)).map(|(_, distance)| distance).min();
-            by_distance.extend(least.map(|distance| (*node, distance)));
+        if tiers.values().map(Vec::len).sum::<usize>() != nodes.len() {
+            tiers = BTreeMap::from([(0, nodes.clone())]);
         }
-        let several = |by: &BTreeMap<u32, u64>| {
-            let known = nodes.iter().all(|node| by.contains_key(node));
-            known && by.iter().filter(|(node, _)| nodes.contains(node)).any(|(_, key)| key != &by[&nodes[0]])
+        let latency = |node: &u32| -> io::Result<Option<u64>> {
+            let said = files.optional(&format!("{NODES}/node{node}/access0/initiators/read_latency"))?;
+            // 0 if firmware has no value.
+            Ok(said.and_then(|text| text.parse().ok()).filter(|ns| *ns > 0))
         };
-        let ways = [(Told::MemoryTiers, &by_tier), (Told::Latency, &latency), (Told::Distance, &by_distance)];
-        let (told, by) = match ways.into_iter().find(|(_, by)| !nodes.is_empty() && several(by)) {
-            Some((told, by)) => (told, by.clone()),
-            None => (Told::Nothing, nodes.iter().map(|node| (*node, 0)).collect()),
-        };
-        let mut tiers: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-        for node in &nodes {
-            tiers.entry(by[node]).or_default().push(*node);
-        }
         let tier = |nodes: Vec<u32>| {
-            let read: Option<Vec<u64>> = nodes.iter().map(known_latency).collect();
-            Tier { read_latency_ns: read.and_then(|read| read.into_iter().max()), nodes }
+            let read = nodes.iter().map(latency).collect::<io::Result<Option<Vec<u64>>>>()?;
+            Ok(Tier { read_latency_ns: read.and_then(|read| read.into_iter().max()), nodes })
         };
-        Ok(Self { list: tiers.into_values().map(tier).collect(), told, frames: frames(files, &nodes)? })
+        let list = tiers.into_values().map(tier).collect::<io::Result<_>>()?;
+        Ok(Self { list, frames: frames(files, &nodes)? })
     }
 
     /// Returns the node of this frame (physical address in pages); `None` if the kernel does not say.
@@ -198,13 +159,18 @@ pub(crate) mod tests {
         std::fs::write(path, text).expect("file");
     }
 
-    /// Two nodes, CPUs on the first, the first 1 GiB of 128 MiB blocks its own and 2 GiB the other's.
+    /// The kernel has these tiers, the fastest first.
+    pub(crate) fn tell_apart(root: &Path, tiers: &[&str]) {
+        for (tier, nodes) in tiers.iter().enumerate() {
+            put(root, &format!("{TIERS}/memory_tier{tier}/nodelist"), &format!("{nodes}\n"));
+        }
+    }
+
+    /// Two nodes, the first of which is fast, the first 1 GiB of 128 MiB blocks its own and 2 GiB the other's.
     pub(crate) fn two_nodes(root: &Path) {
         put(root, "/sys/devices/system/node/has_memory", "0-1\n");
-        put(root, "/sys/devices/system/node/has_cpu", "0\n");
         put(root, "/sys/devices/system/node/online", "0-1\n");
-        put(root, "/sys/devices/system/node/node0/distance", "10 20\n");
-        put(root, "/sys/devices/system/node/node1/distance", "20 10\n");
+        tell_apart(root, &["0", "1"]);
         put(root, "/sys/devices/system/memory/block_size_bytes", "8000000\n");
         for block in 0..24 {
             let node = u32::from(block >= 8);
@@ -221,38 +187,26 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn nodes_are_told_apart_by_tiers_then_latency_then_distance() {
+    fn nodes_are_told_apart_by_the_kernels_tiers() {
         let root = tempfile::tempdir().expect("directory");
         let files = Files::below(root.path());
         assert!(Tiers::detect(&files).is_err(), "no NUMA at all");
         two_nodes(root.path());
         let nodes = |tiers: &Tiers| tiers.list.iter().map(|tier| tier.nodes.clone()).collect::<Vec<_>>();
-        let by_distance = Tiers::detect(&files).expect("detected");
-        assert_eq!((nodes(&by_distance), by_distance.told), (vec![vec![0], vec![1]], Told::Distance));
-        // The one with the CPUs may be the slower.
+        let tiers = Tiers::detect(&files).expect("detected");
+        assert_eq!((nodes(&tiers), tiers.list[0].read_latency_ns), (vec![vec![0], vec![1]], None));
+        tell_apart(root.path(), &["1", "0", ""]);
         for (node, ns) in [(0, 180), (1, 70)] {
             put(root.path(), &format!("{NODES}/node{node}/access0/initiators/read_latency"), &format!("{ns}\n"));
         }
-        let by_latency = Tiers::detect(&files).expect("detected");
-        assert_eq!((nodes(&by_latency), by_latency.told), (vec![vec![1], vec![0]], Told::Latency));
-        assert_eq!(by_latency.list[0].read_latency_ns, Some(70));
-        put(root.path(), &format!("{TIERS}/memory_tier4/nodelist"), "0\n");
-        put(root.path(), &format!("{TIERS}/memory_tier46/nodelist"), "1\n");
-        let by_tier = Tiers::detect(&files).expect("detected");
-        assert_eq!((nodes(&by_tier), by_tier.told), (vec![vec![0], vec![1]], Told::MemoryTiers));
-        assert!(by_tier.is_fast(0) && !by_tier.is_fast(1));
-    }
-
-    #[test]
-    fn nodes_that_nothing_tells_apart_are_one_tier() {
-        let root = tempfile::tempdir().expect("directory");
-        two_nodes(root.path());
-        put(root.path(), &format!("{NODES}/node1/distance"), "10 10\n");
-        put(root.path(), &format!("{NODES}/has_memory"), "0-1\n");
-        put(root.path(), &format!("{NODES}/has_cpu"), "0-1\n");
-        put(root.path(), &format!("{TIERS}/memory_tier4/nodelist"), "0-1\n");
-        let one = Tiers::detect(&Files::below(root.path())).expect("detected");
-        assert_eq!((one.list.len(), one.told), (1, Told::Nothing));
+        let tiers = Tiers::detect(&files).expect("detected");
+        assert_eq!((nodes(&tiers), tiers.list[0].read_latency_ns), (vec![vec![1], vec![0]], Some(70)));
+        assert!(tiers.is_fast(1) && !tiers.is_fast(0));
+        // One of which it says nothing, or that it has none.
+        for lists in [["1", ""], ["0-1", ""]] {
+            tell_apart(root.path(), &lists);
+            assert_eq!(nodes(&Tiers::detect(&files).expect("detected")), [[0, 1]]);
+        }
     }
 
     #[test]

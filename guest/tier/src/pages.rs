@@ -12,16 +12,15 @@ use std::ops::ControlFlow;
 
 use ballast_base::PAGE_SIZE;
 use ballast_ranges::Range;
-use ballast_ranges::relocate::{Placement, Tier};
+use ballast_ranges::relocate::Tier;
 
 use crate::kernel::PageTable;
 use crate::nodes::Tiers;
+use crate::settings::AGAIN_AFTER;
 use crate::unit::{PAGE, Seen, UNIT, Unit, WORDS, place};
 
 /// Units whose page-table entries are read by one call: 512 KiB of entries.
 const READ_UNITS: u64 = 128;
-/// Looks, one in an epoch, after which pages that could not be moved are tried again: 30 s.
-const FORGIVEN_AFTER: u32 = 60;
 
 /// The pages of one program.
 #[derive(Clone, Debug, Default)]
@@ -33,7 +32,7 @@ pub struct Pages {
     /// Address at which the next read of the others begins.
     cursor: u64,
     rounds: u32,
-    looks: u32,
+    looks: u64,
 }
 
 /// Returns what these ranges have beside the others; both ascending.
@@ -69,18 +68,18 @@ impl Pages {
         self.areas = areas;
     }
 
-    /// Reads page-table entries, once in an epoch, about `most` of them at most: of parts that were never read, and
-    /// about `known` of all memory once that was read as a whole, from the end of the last read, round and round.
-    /// However much is new, these `known` are read, or half of `most`. Returns how many.
+    /// Reads page-table entries, once in an epoch, about `most` of them at most: of parts that were never read, and of
+    /// all memory once that was read as a whole, from the end of the last read, round and round. However much is new,
+    /// half of them are for what is known. Returns how many.
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
-    pub fn look(&mut self, process: &dyn PageTable, tiers: &Tiers, most: u64, known: u64) -> io::Result<u64> {
+    pub fn look(&mut self, process: &dyn PageTable, tiers: &Tiers, most: u64) -> io::Result<u64> {
         self.looks = self.looks.wrapping_add(1);
-        if self.looks.is_multiple_of(FORGIVEN_AFTER) {
+        if self.looks.is_multiple_of(AGAIN_AFTER) {
             self.units.values_mut().for_each(|unit| unit.kept = [0; WORDS]);
         }
-        let kept_back = if self.rounds == 0 { 0 } else { known.min(most / 2) };
+        let kept_back = if self.rounds == 0 { 0 } else { most / 2 };
         let mut read = 0;
         while let Some(&(start, end)) = self.unread.last().filter(|_| read < most - kept_back) {
             let to = self.read(process, tiers, (start, end), most - kept_back - read)?;
@@ -92,8 +91,8 @@ impl Pages {
             self.rounds = u32::from(self.unread.is_empty());
             return Ok(read);
         }
-        let known = (read + known).min(most).max(read + kept_back);
-        while read < known {
+        let most = most.max(read + kept_back);
+        while read < most {
             let after = self.areas.partition_point(|(_, end)| *end <= self.cursor);
             let Some(&(start, end)) = self.areas.get(after) else {
                 self.cursor = 0;
@@ -101,7 +100,7 @@ impl Pages {
                 break;
             };
             let from = start.max(self.cursor);
-            self.cursor = self.read(process, tiers, (from, end), known - read)?;
+            self.cursor = self.read(process, tiers, (from, end), most - read)?;
             read += (self.cursor - from) / PAGE;
         }
         Ok(read)
@@ -224,25 +223,15 @@ impl Pages {
             })
         })
     }
-}
 
-impl Placement for Pages {
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        let _ = self.words(range).try_for_each(|word| {
-            let tier = |address: u64| match word.fast >> ((address - word.address) / PAGE) & 1 {
-                1 => Tier::Fast,
-                _ => Tier::Slow,
-            };
-            word.each(word.free, &mut |address| each(address, tier(address)))
-        });
-    }
-
-    fn count(&self, range: &Range) -> (u64, u64) {
+    /// Returns how many pages of a range can be moved, and how many of these are in the fast tier.
+    pub fn count(&self, range: &Range) -> (u64, u64) {
         let counts = self.words(range).map(|word| (word.free.count_ones(), word.fast.count_ones()));
         counts.fold((0, 0), |(free, fast), (more, of_them)| (free + u64::from(more), fast + u64::from(of_them)))
     }
 
-    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+    /// Visits the pages of a range that can be moved and are in one tier, ascending, until `each` breaks.
+    pub fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
         let of = |word: &Word| if wanted == Tier::Fast { word.fast } else { word.free & !word.fast };
         let _ = self.words(range).try_for_each(|word| word.each(of(&word), each));
     }
@@ -281,11 +270,6 @@ mod tests {
                 }
             }
             let range = Range { start: start * PAGE, end: (start + len) * PAGE, count: 0, variance: 0, born: 0 };
-            let mut seen = Vec::new();
-            pages.visit(&range, &mut |address, tier| {
-                seen.push((address / PAGE, tier == Tier::Fast));
-                ControlFlow::Continue(())
-            });
             let free = model.iter().filter(|(_, (_, kept))| !kept);
             let expected: Vec<(u64, bool)> = free.clone().map(|(page, (fast, _))| (*page, *fast))
                 .filter(|(page, _)| (start..start + len).contains(page)).collect();
@@ -299,8 +283,7 @@ mod tests {
                 prop_assert_eq!(of, wanted.collect::<Vec<_>>());
             }
             let fast = expected.iter().filter(|(_, fast)| *fast).count() as u64;
-            prop_assert_eq!(Placement::count(&pages, &range), (expected.len() as u64, fast));
-            prop_assert_eq!(seen, expected);
+            prop_assert_eq!(pages.count(&range), (expected.len() as u64, fast));
             let fast = free.clone().filter(|(_, (fast, _))| *fast).count() as u64;
             prop_assert_eq!(pages.counts(), (free.count() as u64, fast));
         }
@@ -324,12 +307,11 @@ mod tests {
         pages.note([(0, Some(Seen { is_fast: false, is_shared: false }))].into_iter());
         pages.kept(0);
         let mut count = || {
-            pages.look(&process, &Tiers::default(), 100, 0).expect("nothing to read");
+            pages.look(&process, &Tiers::default(), 100).expect("nothing to read");
             pages.counts().0
         };
         let counts: Vec<u64> = (0..60).map(|_| count()).collect();
         assert_eq!((counts[..59].iter().sum::<u64>(), counts[59]), (0, 1));
-        assert_eq!(pages.rounds(), 1);
     }
 
     #[test]
@@ -337,16 +319,18 @@ mod tests {
         let memory = ballast_sys::Anon::new(64 * HUGE_SIZE).expect("memory");
         let start = (memory.addr() as u64).next_multiple_of(UNIT);
         let (process, tiers) = (Remote::open(std::process::id()).expect("this process"), Tiers::default());
-        for (most, known) in [(8, 2), (8, 8), (1, 1)].map(|(most, known)| (most * UNIT / PAGE, known * UNIT / PAGE)) {
+        for most in [8, 1].map(|units| units * UNIT / PAGE) {
             let mut pages = Pages::default();
             pages.set_areas(vec![(start, start + 20 * UNIT)]);
-            let read: u64 = (0..20).map(|_| pages.look(&process, &tiers, most, 0).expect("readable")).sum();
-            assert_eq!((read * PAGE, pages.rounds(), pages.unread.len()), (20 * UNIT, 1, 0));
+            while pages.rounds() == 0 {
+                pages.look(&process, &tiers, most).expect("readable");
+            }
+            assert_eq!((pages.cursor, pages.unread.len()), (0, 0));
             pages.set_areas(vec![(start, start + 60 * UNIT)]);
-            let read = pages.look(&process, &tiers, most, known).expect("readable") * PAGE;
+            let read = pages.look(&process, &tiers, most).expect("readable") * PAGE;
             let (again, anew) = (pages.cursor - start, pages.unread[0].0 - (start + 20 * UNIT));
             assert_eq!(read, again + anew);
-            assert!(again >= (known * PAGE).min(most * PAGE / 2) && anew >= most * PAGE / 2, "{again} and {anew}");
+            assert!(again >= most * PAGE / 2 && anew >= most * PAGE / 2, "{again} and {anew}");
             assert!(read <= most.max(2 * UNIT / PAGE) * PAGE, "{read} of {most} pages");
         }
     }
@@ -386,16 +370,16 @@ mod tests {
         let mut pages = Pages::default();
         pages.set_areas(vec![(start, start + 300 * PAGE)]);
         while pages.rounds() == 0 {
-            pages.look(&process, &tiers, 100, 0).expect("readable");
+            pages.look(&process, &tiers, 100).expect("readable");
         }
         if pages.counts() == (0, 0) {
             return ballast_testkit::skip("root", "physical addresses are hidden");
         }
         assert_eq!(pages.counts().0, 150);
-        // What is mapped later is read first, and at once, however slowly what is known is read again.
+        // What is mapped later is read first, and at once.
         touch(0..3000);
         pages.set_areas(vec![(start, start + 3000 * PAGE)]);
-        assert!(pages.look(&process, &tiers, 10_000, 0).expect("readable") >= 2700);
-        assert_eq!((pages.counts().0, pages.look(&process, &tiers, 10_000, 0).expect("readable")), (1500, 0));
+        assert!(pages.look(&process, &tiers, 10_000).expect("readable") >= 2700);
+        assert_eq!(pages.counts().0, 1500);
     }
 }

@@ -7,8 +7,8 @@
 
 use std::io;
 
-use ballast_base::PAGE_SIZE;
-use ballast_ranges::{Roots, RootsError, UNIT};
+use ballast_base::{Invalid, PAGE_SIZE};
+use ballast_ranges::{Roots, UNIT};
 
 use crate::kernel_files::Files;
 
@@ -41,8 +41,6 @@ pub struct Program {
     pub pid: u32,
     /// Its start time, which tells it from a later process with the same pid.
     pub start: u64,
-    /// Its name.
-    pub name: String,
     /// Its resident memory.
     pub resident: u64,
 }
@@ -80,11 +78,10 @@ fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Progra
     if !wanted || choice.not_cgroups.iter().any(is_in) || environment.split('\0').any(|word| word == OPT_OUT) {
         return Ok(None);
     }
-    // The name may hold anything; what follows the last parenthesis does not.
-    let Some((head, rest)) = stat.rsplit_once(") ") else { return Ok(None) };
-    let name = head.split_once('(').map_or("", |(_, name)| name).to_owned();
+    // The name of a program may hold anything; what follows the last parenthesis does not.
+    let Some((_, rest)) = stat.rsplit_once(") ") else { return Ok(None) };
     let start = rest.split_ascii_whitespace().nth(19).and_then(|word| word.parse().ok());
-    Ok(start.map(|start| Program { pid, start, name, resident }))
+    Ok(start.map(|start| Program { pid, start, resident }))
 }
 
 fn is_below(path: &str, group: &str) -> bool {
@@ -103,32 +100,15 @@ pub struct Memory {
     pub areas: Vec<(u64, u64)>,
 }
 
-/// Why a program's memory cannot be classified.
-#[derive(Debug, thiserror::Error)]
-pub enum MemoryError {
-    /// Not readable, or the program is gone.
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    /// It has no heap and no mappings, or too many addresses.
-    #[error("Looking at the memory of process {pid}")]
-    Roots {
-        /// Its pid.
-        pid: u32,
-        /// Why.
-        #[source]
-        source: RootsError,
-    },
-}
-
 /// Reads a program's memory map.
 ///
 /// # Errors
 /// It is gone, may not be read, or maps nothing that can be classified.
-pub fn memory(files: &Files, pid: u32) -> Result<Memory, MemoryError> {
+pub fn memory(files: &Files, pid: u32) -> io::Result<Memory> {
     let text = files.text(&format!("/proc/{pid}/maps"))?;
     let exe = std::fs::read_link(files.path(&format!("/proc/{pid}/exe"))).ok();
     let exe = exe.as_ref().and_then(|path| path.to_str());
-    parse(&text, exe).map_err(|source| MemoryError::Roots { pid, source })
+    parse(&text, exe).map_err(|why| io::Error::other(format!("Looking at the memory of process {pid}: {why}")))
 }
 
 /// A line of `/proc/PID/maps`.
@@ -160,7 +140,7 @@ impl<'a> Area<'a> {
 }
 
 /// Finds roots and areas in a map of memory, of a program whose own file is `exe`.
-fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, RootsError> {
+fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, Invalid> {
     let all: Vec<Area<'_>> = maps.lines().filter_map(Area::parse).collect();
     // The program has no memory above it.
     let stack = all.iter().find(|area| area.path == "[stack]").map(|area| area.start);
@@ -242,7 +222,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
             PIE.lines().filter(|line| !line.ends_with("[heap]")).map(|line| format!("{line}\n")).collect();
         let memory = parse(&text, None).expect("a program");
         assert_eq!(memory.roots.ranges().next().map(|(start, _)| start), Some(0x55d0_0020_0000));
-        assert_eq!(parse("", None).expect_err("nothing"), RootsError::Count(0));
+        assert!(parse("", None).expect_err("nothing").to_string().contains("no roots"));
     }
 
     /// A JVM: its heap and its archive of classes lie far below its code, its own C heap behind that.
@@ -335,7 +315,7 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         assert_eq!(pids(&Choice { cgroups: vec!["/system.slice/".into()], ..all.clone() }), [10]);
         assert_eq!(pids(&Choice { not_cgroups: vec!["/user.slice".into()], ..all.clone() }), [14, 10]);
         let found = choose(&files, &all).expect("chosen");
-        assert_eq!((found[2].name.as_str(), found[2].start, found[2].resident), ("odd) name", 1810, 50_000 * 4096));
+        assert_eq!((found[2].start, found[2].resident), (1810, 50_000 * 4096));
     }
 
     #[test]

@@ -11,6 +11,9 @@ use crate::programs::Choice;
 /// How long an epoch is (Demeter §3.2.1).
 pub const EPOCH: Duration = Duration::from_millis(500);
 
+/// Epochs after which what the kernel refused to move is tried again: 30 s.
+pub(crate) const AGAIN_AFTER: u64 = 60;
+
 /// Settings of the guest's owner.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -20,13 +23,13 @@ pub struct Settings {
     pub most_bytes_per_s: u64,
     /// Switch NUMA balancing off while this runs. Otherwise this moves nothing where balancing promotes.
     pub take_over: bool,
-    /// The caller has DAMON: the threads from this index on are for tiering, one for each program. `None`: take DAMON.
-    pub damon_threads_from: Option<usize>,
+    /// The caller has DAMON: its threads from this index on are for tiering, one for each program.
+    pub damon_threads_from: usize,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false, damon_threads_from: None }
+        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false, damon_threads_from: 0 }
     }
 }
 
@@ -39,14 +42,6 @@ pub enum Unavailable {
     /// The kernel does not tell where pages are, or not to this user.
     #[error("Tiering: where pages are is not known: {0}")]
     Frames(&'static str),
-    /// There is no source of samples.
-    #[error("Tiering: nothing samples accesses: {pmu}; {damon}")]
-    NoSource {
-        /// Why no PMU.
-        pmu: &'static str,
-        /// Why not DAMON.
-        damon: io::Error,
-    },
     /// Something else.
     #[error("Tiering: {0}")]
     Io(#[from] io::Error),

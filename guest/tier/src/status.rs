@@ -3,13 +3,11 @@
 //! Before: [`crate::engine`] counts. After: the agent sends it, a log shows it. Units: in each name.
 //! Promise: counters only grow; an unknown value is `None`.
 
-use serde::{Deserialize, Serialize};
-
 use crate::mover::Moves;
-use crate::nodes::{Told, Use};
+use crate::nodes::Use;
 
 /// One tier.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TierStatus {
     /// Its nodes.
     pub nodes: Vec<u32>,
@@ -31,14 +29,10 @@ impl TierStatus {
 }
 
 /// State of tiering.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Status {
     /// The fastest first.
     pub tiers: Vec<TierStatus>,
-    /// How they were told apart.
-    pub told_by: Told,
-    /// Where samples come from.
-    pub source: String,
     /// Why nothing is moved, if so.
     pub aside: Option<String>,
     /// Other programs that move pages and do not disturb ours.
@@ -53,16 +47,10 @@ pub struct Status {
     pub epochs: u64,
     /// Samples so far.
     pub samples: u64,
-    /// Samples that were lost or not understood.
-    pub samples_missed: u64,
     /// In the last epoch, the share of samples whose page is in the fast tier, in percent: estimates the hit ratio.
     pub fast_hit_pct: Option<f64>,
-    /// Samples of the last epoch: an estimate of the access rate, in the source's own measure.
-    pub epoch_samples: u64,
     /// Ranges of all programs.
     pub ranges: u64,
-    /// How often ranges were divided.
-    pub splits: u64,
     /// Pages moved, and those that stayed.
     pub moves: Moves,
     /// CPU time of all this.

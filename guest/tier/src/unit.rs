@@ -3,10 +3,10 @@
 //! Before: a page table's entries. After: [`crate::pages`] counts and visits the pages that may be moved.
 //! Threads: none of its own. Units: pages, 64 in a word. Promise: 256 bytes for each unit.
 
-use ballast_base::{HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT};
+pub(crate) use ballast_ranges::UNIT;
 
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
-pub(crate) const UNIT: u64 = HUGE_SIZE as u64;
 /// Words of a unit.
 pub(crate) const WORDS: usize = PAGES_PER_UNIT as usize / 64;
 

@@ -6,23 +6,19 @@
 
 use std::io;
 
-use ballast_ranges::{Classifier, SAMPLE};
+use ballast_ranges::{Fitted, SAMPLE};
 
 use crate::kernel::PageTable;
 use crate::nodes::Tiers;
 use crate::pages::Pages;
 use crate::programs::Program;
-
-/// Epochs for which a program is left alone whose pages the kernel refused to move: 30 s.
-const REST: u64 = 60;
-/// A program that has 1/N more memory than when its page table was read is read at full pace.
-const GROWTH_PART: u64 = 16;
+use crate::settings::AGAIN_AFTER;
 
 /// A program that is managed.
 pub(crate) struct Watched {
     pub program: Program,
     pub process: Box<dyn PageTable>,
-    pub classifier: Box<dyn Classifier + Send>,
+    pub classifier: Fitted,
     pub pages: Pages,
     /// New samples of this epoch.
     pub new: u64,
@@ -30,13 +26,11 @@ pub(crate) struct Watched {
     pub rate: f64,
     /// The epoch from which on its pages may be moved again.
     rests_until: u64,
-    growth: Growth,
 }
 
 impl Watched {
-    pub fn new(program: Program, process: Box<dyn PageTable>, classifier: Box<dyn Classifier + Send>) -> Self {
-        let growth = Growth { resident: program.resident, fast_until: 0 };
-        Self { program, process, classifier, pages: Pages::default(), new: 0, rate: 0.0, rests_until: 0, growth }
+    pub fn new(program: Program, process: Box<dyn PageTable>, classifier: Fitted) -> Self {
+        Self { program, process, classifier, pages: Pages::default(), new: 0, rate: 0.0, rests_until: 0 }
     }
 
     /// Has it memory that is in none of the roots that are classified? It was mapped below all that it had before.
@@ -51,7 +45,6 @@ impl Watched {
 
     /// It was chosen again, and maps this memory.
     pub fn chosen(&mut self, program: Program, areas: Vec<(u64, u64)>) {
-        self.growth.now(program.resident, self.pages.rounds());
         self.program = program;
         self.pages.set_areas(areas);
     }
@@ -59,8 +52,6 @@ impl Watched {
     /// Tiers are made of other nodes: what is known of its pages is of no use.
     pub fn forget_pages(&mut self) {
         self.pages = Pages::default();
-        // Rounds begin at 0, and all memory is new.
-        self.growth.fast_until = 0;
     }
 
     /// An epoch begins.
@@ -77,19 +68,17 @@ impl Watched {
     /// Samples were taken.
     pub fn record(&mut self, address: u64, count: u32, each: u32) {
         self.new += u64::from(count) * SAMPLE;
-        self.classifier.record_rough(address, count, each);
+        self.classifier.record(address, count, each);
     }
 
-    /// Reads a part of its page table: `most` entries where its memory is new, `known` where it is not. Returns how
-    /// many.
-    pub fn look(&mut self, tiers: &Tiers, (most, known): (u64, u64)) -> io::Result<u64> {
-        let known = if self.growth.is_fast(self.pages.rounds()) { most } else { known };
-        self.pages.look(&*self.process, tiers, most, known)
+    /// Reads a part of its page table, about `most` entries at most.
+    pub fn look(&mut self, tiers: &Tiers, most: u64) -> io::Result<()> {
+        self.pages.look(&*self.process, tiers, most).map(drop)
     }
 
     /// The kernel has refused to move its pages.
     pub fn refused(&mut self, epoch: u64) {
-        self.rests_until = epoch + REST;
+        self.rests_until = epoch + AGAIN_AFTER;
     }
 
     /// Is it left alone because the kernel has refused to move its pages?
@@ -104,29 +93,6 @@ impl Watched {
     }
 }
 
-/// Whether a program grows inside of what it maps.
-#[derive(Clone, Copy, Debug)]
-struct Growth {
-    /// Resident memory when it last grew by much, or the least since then.
-    resident: u64,
-    /// The round that is read at full pace, and all before it.
-    fast_until: u32,
-}
-
-impl Growth {
-    fn now(&mut self, resident: u64, rounds: u32) {
-        if resident > self.resident + self.resident / GROWTH_PART {
-            // The present round has read a part of its memory before it grew.
-            (self.resident, self.fast_until) = (resident, rounds + 2);
-        }
-        self.resident = self.resident.min(resident);
-    }
-
-    fn is_fast(&self, rounds: u32) -> bool {
-        rounds < self.fast_until
-    }
-}
-
 /// The index of a program among these, which are sorted by process id.
 pub(crate) fn index_of(watched: &[Watched], pid: u32) -> Option<usize> {
     watched.binary_search_by_key(&pid, |watched| watched.program.pid).ok()
@@ -135,49 +101,24 @@ pub(crate) fn index_of(watched: &[Watched], pid: u32) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_ranges::{Fitted, Roots, UNIT};
+    use ballast_ranges::{Roots, UNIT};
     use ballast_sys::Remote;
 
     fn watched() -> Watched {
         let pid = std::process::id();
-        let program = Program { pid, start: 1, name: "this".into(), resident: 1 << 30 };
+        let program = Program { pid, start: 1, resident: 1 << 30 };
         let process = Remote::open(pid).expect("this process");
-        Watched::new(program, Box::new(process), Box::new(Fitted::new(Roots::new(&[(UNIT, 9 * UNIT)]).expect("roots"))))
+        Watched::new(program, Box::new(process), Fitted::new(Roots::new(&[(UNIT, 9 * UNIT)]).expect("roots")))
     }
 
     #[test]
     fn a_program_whose_moves_were_refused_is_in_no_plan_for_30_s_and_then_again() {
         let mut watched = watched();
         let tiers = Tiers::default();
-        watched.look(&tiers, (100, 100)).expect("nothing to read");
+        watched.look(&tiers, 100).expect("nothing to read");
         assert_eq!((watched.rounds(7), watched.rests(7)), (1, false));
         watched.refused(7);
         assert_eq!([8, 66, 67].map(|epoch| watched.rounds(epoch)), [0, 0, 1]);
-    }
-
-    #[test]
-    fn a_program_that_grows_inside_of_what_it_maps_is_read_at_full_pace_for_two_rounds() {
-        let mut growth = Growth { resident: 1 << 30, fast_until: 0 };
-        growth.now((1 << 30) + (1 << 25), 3);
-        assert!(!growth.is_fast(3), "that is little");
-        growth.now((1 << 30) + (1 << 27), 3);
-        assert!(growth.is_fast(3) && growth.is_fast(4) && !growth.is_fast(5));
-        growth.now(1 << 30, 9);
-        growth.now((1 << 30) + (1 << 27), 9);
-        assert!(growth.is_fast(9), "it shrank meanwhile");
-    }
-
-    #[test]
-    fn a_program_whose_pages_are_forgotten_is_read_at_full_pace_no_longer_than_any_other() {
-        let mut watched = watched();
-        let tiers = Tiers::default();
-        for _ in 0..50 {
-            watched.look(&tiers, (100, 100)).expect("nothing to read");
-        }
-        watched.chosen(Program { resident: 2 << 30, ..watched.program.clone() }, Vec::new());
-        assert!(watched.growth.is_fast(watched.pages.rounds()));
-        watched.forget_pages();
-        assert!(watched.pages.rounds() == 0 && !watched.growth.is_fast(0));
     }
 
     #[test]

@@ -6,8 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_ranges::relocate::Tier;
-use ballast_sys::numa::{Place, locate};
-use ballast_sys::{Anon, Mapping, memfd};
+use ballast_sys::Anon;
+use ballast_sys::numa::{Place, locate, move_pages};
+use ballast_sys::{Mapping, memfd};
 use ballast_tier::Tiers;
 use ballast_tier::kernel_files::Files;
 use ballast_tier::mover::{Became, Mover, Moves, Order};
@@ -50,7 +51,7 @@ fn pages_go_to_the_slow_node_and_back_with_all_they_hold() {
     let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
     for (tier, at) in [(Tier::Slow, 1), (Tier::Fast, 0), (Tier::Slow, 1)] {
         let (mut moves, mut seen) = (Moves::default(), Vec::new());
-        let has_room = mover.carry(tier, &orders(&memory), &mut moves, &mut |_, became| seen.push(became));
+        let has_room = mover.carry(&move_pages, tier, &orders(&memory), &mut moves, &mut |_, became| seen.push(became));
         assert!(has_room.expect("permitted"), "{moves:?}");
         let moved = seen.iter().filter(|became| **became == Became::In(tier)).count();
         assert_eq!(
@@ -82,7 +83,7 @@ fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
     let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
     let (mut moves, mut stay) = (Moves::default(), 0);
     let each = &mut |_, became| stay += u64::from(became == Became::Stays);
-    mover.carry(to, &orders, &mut moves, each).expect("permitted");
+    mover.carry(&move_pages, to, &orders, &mut moves, each).expect("permitted");
     assert_eq!(places(), before);
     assert!(moves.shared == 100 && stay == 100 && moves.promoted + moves.demoted == 0, "{moves:?}");
 }
@@ -118,14 +119,14 @@ fn pages_that_are_pinned_stay_and_are_told_as_that_and_all_others_go() {
         let _held = pin(&memory, pinned);
         let (mut moves, mut stay) = (Moves::default(), Vec::new());
         let each = &mut |order: Order, became| stay.extend((became == Became::Stays).then_some(order.address));
-        assert!(mover.carry(to, &orders(&memory), &mut moves, each).expect("permitted"));
+        assert!(mover.carry(&move_pages, to, &orders(&memory), &mut moves, each).expect("permitted"));
         assert!(stay.len() >= least && moves.busy as usize == stay.len(), "{pinned} pinned: {moves:?}");
         assert!(nodes(&memory)[..pinned].iter().all(|place| *place == first));
         let others = nodes(&memory)[pinned..].iter().filter(|place| **place != first).count();
         assert!(others > 0 && others as u64 <= moves.promoted + moves.demoted, "{others} moved: {moves:?}");
         // Back, for the next.
         let back = if to == Tier::Slow { Tier::Fast } else { Tier::Slow };
-        mover.carry(back, &orders(&memory), &mut Moves::default(), &mut |_, _| ()).expect("permitted");
+        mover.carry(&move_pages, back, &orders(&memory), &mut Moves::default(), &mut |_, _| ()).expect("permitted");
     }
 }
 
@@ -185,7 +186,7 @@ fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
         0 => refused += usize::from(became == Became::Refused),
         _ => assert_eq!(became, Became::In(Tier::Slow)),
     };
-    assert!(mover.carry(Tier::Slow, &all, &mut moves, each).expect("meminfo"));
+    assert!(mover.carry(&move_pages, Tier::Slow, &all, &mut moves, each).expect("meminfo"));
     assert_eq!((refused, moves.demoted), (areas.len(), PAGES as u64), "{moves:?}");
     assert!(nodes(&ours).iter().all(|place| *place == Place::Node(tiers.list[1].nodes[0])));
 }
@@ -203,7 +204,7 @@ fn a_full_node_ends_the_turn_and_nothing_is_lost() {
     let mut moves = Moves::default();
     // In turns, as a plan does: the room is looked at before each.
     let has_room = orders(&memory).chunks(4096).try_for_each(|turn| {
-        match mover.carry(Tier::Fast, turn, &mut moves, &mut |_, _| ()).expect("permitted") {
+        match mover.carry(&move_pages, Tier::Fast, turn, &mut moves, &mut |_, _| ()).expect("permitted") {
             true => Ok(()),
             false => Err(()),
         }

@@ -4,8 +4,10 @@
 //! Threads: any; calls about memory wait for each other. Units: bytes; pages where a name says so.
 //! Promise: every call ends soon, also if the VMM ends within it; then [`Adopted::has_ended`].
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -52,6 +54,9 @@ pub struct Adopted {
     /// What that runs.
     pub vmm: Vmm,
     pidfd: std::os::fd::OwnedFd,
+    /// `/proc/PID/stat` and `cgroup`. Open files, because a host reads those of hundreds of VMs.
+    stat: File,
+    cgroups: File,
     tables: PageTables,
     cgroup: Result<Cgroup, NotOwn>,
     device: Option<String>,
@@ -77,16 +82,19 @@ impl Adopted {
         let Found { process, vmm, pidfd, ram } = found;
         let pid = process.pid;
         let inner = Inner { counter: Counter::new(pid)?, ram, order: None };
+        let [stat, cgroups] = [File::open(format!("/proc/{pid}/stat"))?, File::open(format!("/proc/{pid}/cgroup"))?];
         let adopted = Self {
             tables: PageTables::open(pid)?,
             cgroup: Cgroup::own(pid),
             device: found::vfio(pid),
             inner: Mutex::new(inner),
-            faults_before: major_faults(pid).unwrap_or(0),
+            faults_before: major_faults(&stat).unwrap_or(0),
             out_pages: AtomicU64::new(0),
             process,
             vmm,
             pidfd,
+            stat,
+            cgroups,
         };
         if adopted.has_ended() { Err(Refusal::NoProcess) } else { Ok(adopted) }
     }
@@ -136,7 +144,7 @@ impl Adopted {
         if let Some(why) = swap.full() {
             return Some(why);
         }
-        let (room, directory) = cgroup::swap_room(self.process.pid)?;
+        let (room, directory) = cgroup::swap_room(&text(&self.cgroups))?;
         let directory = directory.display();
         (room < PAGE_SIZE as u64)
             .then(|| format!("its cgroup lets no more into swap: echo max > {directory}/memory.swap.max"))
@@ -144,7 +152,7 @@ impl Adopted {
 
     /// How much more its cgroups let into swap; `None`: no bound.
     pub fn cgroup_room(&self) -> Option<u64> {
-        cgroup::swap_room(self.process.pid).map(|(room, _)| room)
+        cgroup::swap_room(&text(&self.cgroups)).map(|(room, _)| room)
     }
 
     /// Where its memory is.
@@ -210,18 +218,14 @@ impl Adopted {
         let ranges: Vec<_> = picked.ranges.iter().flat_map(|range| pieces(ram, range.clone())).collect();
         let advised: Vec<_> = ranges.iter().map(|(_, start, len)| (*start, *len)).collect();
         let done = advise::page_out(&self.pidfd, &advised);
-        let mut stayed = 0;
+        let mut there = Vec::new();
         for range in together(&picked.ranges) {
-            for there in seen(range)? {
-                let picked = picked.ranges.iter().skip_while(|range| range.end <= there.start);
-                for range in picked.take_while(|range| range.start < there.end) {
-                    let both = range.start.max(there.start)..range.end.min(there.end);
-                    if both.start < both.end {
-                        stayed += both.end - both.start;
-                        order.stayed(both);
-                    }
-                }
-            }
+            there.append(&mut seen(range)?);
+        }
+        let mut stayed = 0;
+        for both in in_both(&picked.ranges, &there) {
+            stayed += both.end - both.start;
+            order.stayed(both);
         }
         done?;
         let out_pages = picked.pages - stayed;
@@ -292,12 +296,12 @@ impl Adopted {
 
     /// Pages that the kernel read back for its threads since it was adopted: its major page faults.
     pub fn restored_pages(&self) -> u64 {
-        major_faults(self.process.pid).map_or(0, |faults| faults.saturating_sub(self.faults_before))
+        major_faults(&self.stat).map_or(0, |faults| faults.saturating_sub(self.faults_before))
     }
 
     /// Microseconds in which some thread of it waited for memory, where it has a cgroup of its own.
     pub fn stall_us(&self) -> Option<u64> {
-        cgroup::stall_us(self.process.pid)
+        cgroup::stall_us(&text(&self.cgroups), &[self.process.pid])
     }
 }
 
@@ -314,9 +318,49 @@ fn together(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     found
 }
 
-/// The major page faults of a process.
-fn major_faults(pid: u32) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let stat = String::from_utf8_lossy(&stat);
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(9)?.parse().ok()
+/// The pages that two ascending lists of ranges have in common. Either list may have thousands of single pages, so each
+/// is read once.
+fn in_both(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
+    let mut found = Vec::new();
+    while let (Some(a), Some(b)) = (one.peek(), other.peek()) {
+        let both = a.start.max(b.start)..a.end.min(b.end);
+        if a.end <= b.end {
+            one.next();
+        } else {
+            other.next();
+        }
+        if both.start < both.end {
+            found.push(both);
+        }
+    }
+    found
+}
+
+/// The present text of a file below `/proc/PID`, of which a page is enough; empty if the process has ended.
+fn text(file: &File) -> String {
+    let mut bytes = [0; PAGE_SIZE];
+    let len = file.read_at(&mut bytes, 0).unwrap_or(0);
+    String::from_utf8_lossy(&bytes[..len]).into_owned()
+}
+
+/// The major page faults of a process, by its `stat`.
+fn major_faults(stat: &File) -> Option<u64> {
+    text(stat).rsplit_once(')')?.1.split_ascii_whitespace().nth(9)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_in_two_lists_of_ranges_are_found_as_by_asking_for_each_page() {
+        let ranges = |bits: u32| (0..16).filter(|at| bits >> at & 1 == 1).map(|at| at..at + 1).collect::<Vec<_>>();
+        let pages = |found: Vec<Range<u64>>| found.into_iter().flatten().collect::<Vec<_>>();
+        for (one, other) in [(0xffff, 0x0f0f), (0b1010, 0b0101), (0, 0xffff), (0xbeef, 0xcafe)] {
+            let expected: Vec<u64> = (0..16).filter(|at| (one & other) >> at & 1 == 1).collect();
+            assert_eq!(pages(in_both(&ranges(one), &ranges(other))), expected);
+        }
+        assert_eq!(in_both(&[0..10, 20..30], &[5..25, 28..40]), [5..10, 20..25, 28..30]);
+    }
 }

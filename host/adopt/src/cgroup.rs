@@ -6,6 +6,7 @@
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where the kernel mounts cgroup version 2, alone and beside version 1.
@@ -126,10 +127,13 @@ impl Cgroup {
 }
 
 fn mount() -> Option<&'static Path> {
-    MOUNTS.iter().map(Path::new).find(|mount| mount.join("cgroup.controllers").exists())
+    static MOUNT: OnceLock<Option<&'static Path>> = OnceLock::new();
+    let find = || MOUNTS.iter().map(Path::new).find(|mount| mount.join("cgroup.controllers").exists());
+    *MOUNT.get_or_init(find)
 }
 
-fn cgroups(pid: u32) -> String {
+/// The text of `/proc/PID/cgroup`; empty if the process has ended.
+pub fn cgroups(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default()
 }
 
@@ -151,9 +155,11 @@ fn members(directory: &Path) -> Vec<u32> {
     found
 }
 
-/// How much more a process's cgroups let into swap, and the directory of the one that allows least; `None`: no bound.
-pub fn swap_room(pid: u32) -> Option<(u64, PathBuf)> {
-    swap_room_in(mount()?, &cgroups(pid))
+/// How much more these cgroups let into swap, and the directory of the one that allows least; `None`: no bound.
+///
+/// `cgroups`: the text of `/proc/PID/cgroup`.
+pub fn swap_room(cgroups: &str) -> Option<(u64, PathBuf)> {
+    swap_room_in(mount()?, cgroups)
 }
 
 fn swap_room_in(mount: &Path, cgroups: &str) -> Option<(u64, PathBuf)> {
@@ -165,23 +171,21 @@ fn swap_room_in(mount: &Path, cgroups: &str) -> Option<(u64, PathBuf)> {
     ancestors(mount, cgroups).into_iter().filter_map(room).min_by_key(|(room, _)| *room)
 }
 
-/// The directory of a process's cgroup of version 2; `None` for the root, which all share.
-pub fn directory(pid: u32) -> Option<PathBuf> {
-    ancestors(mount()?, &cgroups(pid)).into_iter().next()
-}
-
-/// Microseconds in which some thread of the cgroup waited for memory, where the cgroup is the VMM's own.
-pub fn stall_us(pid: u32) -> Option<u64> {
-    let directory = directory(pid)?;
-    if members(&directory).iter().any(|member| *member != pid) {
+/// Microseconds in which some thread of these processes waited for memory, where they have a cgroup of their own.
+///
+/// `cgroups`: the text of `/proc/PID/cgroup` of one of them.
+pub fn stall_us(cgroups: &str, pids: &[u32]) -> Option<u64> {
+    // The root is nobody's own.
+    let directory = ancestors(mount()?, cgroups).into_iter().next()?;
+    if members(&directory).iter().any(|member| !pids.contains(member)) {
         return None;
     }
-    some_us(&directory)
+    total_us(&std::fs::read_to_string(directory.join("memory.pressure")).ok()?)
 }
 
-/// Microseconds in which some thread of the cgroup waited for memory.
-pub fn some_us(directory: &Path) -> Option<u64> {
-    total_us(&std::fs::read_to_string(directory.join("memory.pressure")).ok()?)
+/// The paths of all cgroups of a process, of both versions.
+pub fn paths(pid: u32) -> Vec<String> {
+    cgroups(pid).lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(str::to_owned).collect()
 }
 
 /// The total of the line *some*.

@@ -1,14 +1,19 @@
-//! Which pages go out next: those that came in first, with a look at what comes back.
+//! Which pages go out next, with a look at what comes back.
 //!
 //! The kernel tells which pages are in memory, not which are used. So a hand goes through memory in circles: a page
 //! that it meets goes out. Is that page in memory when the hand comes by again, the guest has used it: the hand then
 //! passes it 1, 3, 7, and at last 15 times. If too little goes out in a circle, pages that should have been passed go.
+//!
+//! The first circle is by address, each later one goes through parts of 2 MiB in another random order: a guest that
+//! reads more than its limit in a loop would lose, by address, each page shortly before it reads the page again.
 //!
 //! Before: a VM is above its limit. After: pages to page out, in the order of the hand.
 //! Threads: one at a time. Units: pages, counted through all of the VM's RAM. Promise: a pick looks at each page five
 //! times at most, and returns no page twice.
 
 use std::ops::Range;
+
+use ballast_base::PAGES_PER_UNIT;
 
 /// The hand sent this page out.
 const OUT: u8 = 0x80;
@@ -19,14 +24,18 @@ const MOST_TRIES: u8 = 4;
 const LEFT: u8 = 0x0f;
 /// Instead of that, beside [`OUT`]: it was picked in this call, and has not gone yet.
 const PICKED: u8 = LEFT;
-/// Pages that are looked at in one call: 64 MiB.
-const WINDOW: u64 = 16 << 10;
+/// Pages of a part, and pages that are looked at in one call.
+const WINDOW: u64 = PAGES_PER_UNIT;
 
 /// The hand, and one byte for each page.
 #[derive(Debug, Default)]
 pub struct Order {
     marks: Vec<u8>,
-    hand: u64,
+    /// The parts in the order of this circle.
+    parts: Vec<u32>,
+    /// Index in `parts`, and the page within that part.
+    hand: (usize, u64),
+    random: u64,
 }
 
 /// Pages to page out.
@@ -61,7 +70,8 @@ fn passed(tries: u8) -> u8 {
 impl Order {
     /// The order of a VM with this number of pages.
     pub fn new(pages: u64) -> Self {
-        Self { marks: vec![0; pages as usize], hand: 0 }
+        let parts = (0..pages.div_ceil(WINDOW) as u32).collect();
+        Self { marks: vec![0; pages as usize], parts, hand: (0, 0), random: 1 }
     }
 
     /// Pick up to `want` pages. `present` returns the ascending runs of pages in memory within a range.
@@ -89,23 +99,40 @@ impl Order {
         picked: &mut Picked,
     ) -> Result<(), E> {
         let pages = self.marks.len() as u64;
-        if pages == 0 {
-            return Ok(());
-        }
+        let mut begins = false;
         for round in 0..=MOST_TRIES {
-            let (start, mut looked) = (self.hand, 0);
+            let mut looked = 0;
             while looked < pages && picked.pages < want {
-                let at = (start + looked) % pages;
-                let window = at..pages.min(at + WINDOW).min(at + (pages - looked));
+                let (index, within) = self.hand;
+                let first = u64::from(self.parts[index]) * WINDOW;
+                let (at, end) = (first + within, pages.min(first + WINDOW));
+                let window = at..end.min(at + (pages - looked));
                 let runs = present(window.clone())?;
-                looked += self.window(window, &runs, (1 << round) - 1, want, picked);
+                let seen = self.window(window, &runs, (1 << round) - 1, want, picked);
+                looked += seen;
+                self.hand = if at + seen < end { (index, within + seen) } else { ((index + 1) % self.parts.len(), 0) };
+                begins |= self.hand == (0, 0);
             }
-            self.hand = (start + looked) % pages;
             if picked.pages >= want {
                 break;
             }
         }
+        if begins {
+            self.shuffle_rest();
+        }
         Ok(())
+    }
+
+    /// Puts the parts that this circle has not met into a random order.
+    fn shuffle_rest(&mut self) {
+        let met = self.hand.0 + usize::from(self.hand.1 > 0);
+        for last in (met + 1..self.parts.len()).rev() {
+            // Xorshift (Marsaglia 2003).
+            self.random ^= self.random << 13;
+            self.random ^= self.random >> 7;
+            self.random ^= self.random << 17;
+            self.parts.swap(last, met + (self.random % (last - met + 1) as u64) as usize);
+        }
     }
 
     /// Looks at a window until enough is picked. Returns the number of pages that were looked at.
@@ -187,7 +214,21 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_came_in_first_go_first() {
+    fn most_pages_of_a_loop_slightly_larger_than_the_limit_stay() {
+        let (pages, limit) = (64 * WINDOW as usize, 58 * WINDOW);
+        let (mut guest, mut restored) = (Guest::new(pages), 0);
+        for touch in 0..20 * 64 {
+            let part = touch % 64 * WINDOW as usize;
+            restored += usize::from(touch >= 10 * 64 && !guest.present[part]);
+            (part..part + WINDOW as usize).for_each(|page| guest.touch(page));
+            let resident = guest.present.iter().filter(|present| **present).count() as u64;
+            guest.out(resident.saturating_sub(limit));
+        }
+        assert!(restored < 10 * 64 / 2, "{restored} of {} touches restored a part", 10 * 64);
+    }
+
+    #[test]
+    fn the_first_circle_is_by_address() {
         let mut guest = Guest::new(100);
         assert_eq!(guest.out(3), (vec![0, 1, 2], 0));
         assert_eq!(guest.out(2), (vec![3, 4], 0));
@@ -235,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_larger_than_a_window_is_gone_through_in_circles() {
+    fn a_guest_larger_than_a_part_is_gone_through_in_circles() {
         let pages = WINDOW as usize * 2 + 10;
         let mut guest = Guest::new(pages);
         assert_eq!(guest.out(WINDOW + 5).0.last(), Some(&(WINDOW + 4)));

@@ -68,8 +68,6 @@ pub struct AgentStat {
     pub restored_pages: u64,
     /// Part of them, about: restored because khugepaged or compaction of the guest's kernel copied them.
     pub service_restored_pages: u64,
-    /// The same by service; zeros of an agent that does not say it.
-    pub restored_for: ServiceRestores,
     /// These services are tuned, so that they copy less.
     pub services_tuned: bool,
     /// Huge pages that khugepaged made since the guest booted.
@@ -105,31 +103,6 @@ pub struct PickedStat {
     pub judged_pages: u64,
     /// Part of them that was touched again within 10 s: wrong choices.
     pub wrong_pages: u64,
-}
-
-/// Restored pages that a service of the guest's kernel touched, and no program, about.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct ServiceRestores {
-    /// khugepaged copied them into a huge page, or wrote that.
-    pub khugepaged_pages: u64,
-    /// Compaction moved them.
-    pub compaction_pages: u64,
-    /// kswapd, or a program that needed memory, wrote them to swap.
-    pub reclaim_pages: u64,
-    /// Pages of files that were written to their file.
-    pub writeback_pages: u64,
-}
-
-impl ServiceRestores {
-    /// Each service, and its pages.
-    pub fn all(&self) -> [(&'static str, u64); 4] {
-        [
-            ("khugepaged", self.khugepaged_pages),
-            ("compaction", self.compaction_pages),
-            ("reclaim", self.reclaim_pages),
-            ("writeback", self.writeback_pages),
-        ]
-    }
 }
 
 /// Memory of a NUMA node of a guest, as its agent says.
@@ -187,8 +160,6 @@ pub struct TieringStat {
     pub state: TieringState,
     /// Why it does no more.
     pub note: String,
-    /// Where samples of accesses come from.
-    pub source: String,
     /// The tiers, the fastest first.
     pub tiers: Vec<TierStat>,
     /// Programs whose memory is managed.
@@ -204,8 +175,6 @@ pub struct TieringStat {
     pub samples: u64,
     /// Ranges of one heat.
     pub ranges: u64,
-    /// How often ranges were divided.
-    pub splits: u64,
     /// Memory moved to the fast tier.
     pub promoted_bytes: u64,
     /// Memory moved to a slow tier.
@@ -214,8 +183,6 @@ pub struct TieringStat {
     pub stayed_pages: u64,
     /// CPU time of tiering, with the kernel's monitor for it.
     pub cpu_us: u64,
-    /// CPU time of classifying alone.
-    pub classifier_cpu_us: u64,
 }
 
 /// A tier of a guest's memory: nodes of one speed.

@@ -22,7 +22,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::{
     AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, KeptVm, LendRequest, LimitsPatch,
-    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange,
+    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, UpgradeRequest, UpgradeStat, VmChange,
     VmHeat, VmHistory, VmPatch, VmStat,
 };
 
@@ -114,17 +114,11 @@ impl Client {
         self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
     }
 
-    /// Sets when it is tracked. Returns its heat.
-    pub fn set_track(&self, name: &str, track: Track) -> Result<VmHeat, ClientError> {
-        // Serialising a word cannot fail.
+    /// Sets whether it is tracked. Returns its heat.
+    pub fn set_track(&self, name: &str, track: bool) -> Result<VmHeat, ClientError> {
+        // Serialising a flag cannot fail.
         let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
         self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body)
-    }
-
-    /// Returns its access cycles after number `after`, as a recording. The engine keeps cycles from the first call on.
-    pub fn heat_cycles(&self, name: &str, after: u64) -> Result<Vec<u8>, ClientError> {
-        let path = format!("{}/heat/cycles?after={after}", vm_path(name));
-        Ok(self.request(&Method::GET, &path, &Bytes::new())?.into())
     }
 
     /// Sets or, with `None`, removes the limit of a VM. Returns its state after the change.

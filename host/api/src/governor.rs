@@ -20,12 +20,8 @@ pub struct PolicyStat {
     pub budget_bytes: Option<u64>,
     /// The value in effect.
     pub effective_budget_bytes: u64,
-    /// Maestro: over how long faults count.
-    pub window_ms: u64,
     /// Pressure: the share of time a VM may stall.
     pub threshold: f64,
-    /// Pressure: unused allowance a VM keeps.
-    pub watermark_bytes: u64,
     /// Pressure on the host's memory; null while no policy decides.
     pub state: Option<HostState>,
     /// Time until no memory is free at the present rate; null if never.
@@ -61,15 +57,9 @@ pub struct PolicyPatch {
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub budget_bytes: Option<Option<u64>>,
-    /// Maestro: over how long faults count.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub window_ms: Option<u64>,
     /// Pressure: the share of time a VM may stall.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threshold: Option<f64>,
-    /// Pressure: unused allowance a VM keeps.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub watermark_bytes: Option<u64>,
 }
 
 /// A plan of another program. The program decides until the lease ends; to go on, it puts another plan before that.

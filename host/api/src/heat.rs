@@ -2,13 +2,11 @@
 //!
 //! Before: `heat` computed it from access cycles. After: JSON, and `ballast vm heat`.
 //! Units: in the field names; an age is the time since the last touch that was seen.
-//! Promise: the ages add up to `present_bytes`, and so do the generations.
+//! Promise: the ages add up to `present_bytes`.
 
-use std::fmt;
 use std::time::Duration;
 
-use ballast_heat::ages::{BUCKETS_S, PERCENTS};
-use ballast_heat::source::Ability;
+use ballast_heat::ages::BUCKETS_S;
 use ballast_heat::{Heat, ages};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -18,36 +16,13 @@ pub const MAX_CELLS: usize = 4096;
 /// Cells of a strip unless asked otherwise.
 pub const DEFAULT_CELLS: usize = 64;
 
-/// When a VM is tracked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Track {
-    /// While the VM has a limit below its size, because then reclaim needs it.
-    #[default]
-    Auto,
-    /// Always.
-    On,
-    /// Never.
-    Off,
-}
-
-impl fmt::Display for Track {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Auto => "auto",
-            Self::On => "on",
-            Self::Off => "off",
-        })
-    }
-}
-
 /// A change to how a VM is tracked. Only the keys that are present change anything; unknown keys are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HeatPatch {
-    /// When to track it, until its engine is replaced.
+    /// Whether to track it, until its engine is replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub track: Option<Track>,
+    pub track: Option<bool>,
 }
 
 /// How hot a VM's memory is. Only memory in DRAM counts; far memory is not included.
@@ -55,10 +30,10 @@ pub struct HeatPatch {
 pub struct VmHeat {
     /// The VM.
     pub name: String,
-    /// When it is tracked.
-    pub track: Track,
-    /// The source that tells which memory is touched; null while this VM is not tracked.
-    pub source: Option<HeatSource>,
+    /// It is to be tracked.
+    pub track: bool,
+    /// It is tracked now: not while it is blocked.
+    pub is_tracked: bool,
     /// Cycles over all memory so far; with 0 the figures below mean nothing yet.
     pub cycles: u64,
     /// Fine cycles so far.
@@ -71,8 +46,8 @@ pub struct VmHeat {
     pub guest_percent: f64,
     /// Tracked memory that is present.
     pub present_bytes: u64,
-    /// Working set: memory touched within `wss_span_s`. Measured page by page where a fine scan was made, else
-    /// estimated.
+    /// Working set: memory touched within `wss_span_s`. Of the touched huge pages with fine scans, the pages that the
+    /// last three saw touched count; the others count with the same share of their pages.
     pub wss_bytes: u64,
     /// The working set if a touched huge page counts as a whole.
     pub wss_huge_bytes: u64,
@@ -82,25 +57,12 @@ pub struct VmHeat {
     pub known_percent: f64,
     /// Memory by age, youngest first.
     pub ages: Vec<AgeBucket>,
-    /// Points of the age distribution.
-    pub percentiles: Vec<AgePercentile>,
-    /// Memory by generation, youngest first; reclaim drains the last.
-    pub generations_bytes: Vec<u64>,
     /// Hot huge pages with few hot pages in them.
     pub bloated_units: u64,
     /// Cold memory in them.
     pub bloat_bytes: u64,
     /// The guest's address space in equal pieces, region after region.
     pub strip: Vec<HeatCell>,
-}
-
-/// The source that tells which memory is touched.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct HeatSource {
-    /// Its name, such as `zap-scan`.
-    pub name: String,
-    /// Smallest unit it sees: 4096, or null if it chooses ranges itself.
-    pub granularity_bytes: Option<u64>,
 }
 
 /// Memory of one age.
@@ -110,15 +72,6 @@ pub struct AgeBucket {
     pub up_to_s: Option<u64>,
     /// The amount.
     pub bytes: u64,
-}
-
-/// A point of the age distribution.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct AgePercentile {
-    /// Share of the present memory, in percent.
-    pub percent: u64,
-    /// This share was touched within this time.
-    pub age_s: f64,
 }
 
 /// One piece of a guest's address space.
@@ -134,7 +87,7 @@ pub struct HeatCell {
 
 impl VmHeat {
     /// The report of a VM from what `heat` computed.
-    pub fn new(name: String, track: Track, source: Option<Ability>, heat: &Heat) -> Self {
+    pub fn new(name: String, track: bool, is_tracked: bool, heat: &Heat) -> Self {
         let seconds = |time: Duration| time.as_secs_f64();
         // Digits beyond the precision are cut off, to keep the JSON of a long strip short.
         let rounded = |share: f64| (share * 1e4).round() / 1e4;
@@ -147,10 +100,7 @@ impl VmHeat {
         Self {
             name,
             track,
-            source: source.map(|ability| HeatSource {
-                name: ability.name.to_owned(),
-                granularity_bytes: Some(ballast_base::PAGE_SIZE as u64),
-            }),
+            is_tracked,
             cycles: heat.cycles,
             fine_cycles: heat.fine_cycles,
             period_ms: heat.period.as_millis() as u64,
@@ -162,12 +112,6 @@ impl VmHeat {
             wss_span_s: seconds(heat.wss_span),
             known_percent: rounded(heat.known_share * 100.0),
             ages: ends.zip(heat.ages).map(|(up_to_s, bytes)| AgeBucket { up_to_s, bytes }).collect(),
-            percentiles: PERCENTS
-                .iter()
-                .zip(heat.percentiles)
-                .map(|(percent, age)| AgePercentile { percent: *percent, age_s: seconds(age) })
-                .collect(),
-            generations_bytes: heat.generations.to_vec(),
             bloated_units: heat.bloated_units,
             bloat_bytes: heat.bloat_bytes,
             strip: heat.strip.iter().map(cell).collect(),
@@ -188,7 +132,7 @@ mod tests {
             strip: vec![ages::Cell { present: 0.5, hot: 1.0 / 3.0, age: Some(Duration::from_millis(1500)) }],
             ..Heat::default()
         };
-        let heat = VmHeat::new("web".into(), Track::On, None, &drawn);
+        let heat = VmHeat::new("web".into(), true, false, &drawn);
         assert_eq!((heat.ages.len(), heat.ages[0].up_to_s, heat.ages[11].up_to_s), (12, Some(1), None));
         assert_eq!(heat.strip[0], HeatCell { present: 0.5, hot: 0.3333, age_s: Some(1.5) });
         let text = serde_json::to_string(&heat).expect("serialise");

@@ -20,13 +20,11 @@ mod upgrade;
 
 pub use adopt::{AdoptRefusal, AdoptRequest, AdoptResult};
 pub use adopted::{AdoptedBy, AdoptedStat, StallSource, VmKind};
-pub use agent::{
-    AgentStat, AgentState, NodeBalloon, NodeStat, PickedStat, ServiceRestores, TierStat, TieringStat, TieringState,
-};
+pub use agent::{AgentStat, AgentState, NodeBalloon, NodeStat, PickedStat, TierStat, TieringStat, TieringState};
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
 pub use governor::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
-pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
+pub use heat::{AgeBucket, DEFAULT_CELLS, HeatCell, HeatPatch, MAX_CELLS, VmHeat};
 pub use history::{History, VmHistory};
 pub use host::{Event, HostStat, RemoteFinding, RemoteNode, RemoteStat};
 pub use pool::{LendRequest, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm};

@@ -4,6 +4,7 @@
 
 use std::str::FromStr;
 
+use ballast_base::Invalid;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -26,13 +27,13 @@ impl PoolPages {
 }
 
 impl FromStr for PoolPages {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         match text {
             "2M" => Ok(Self::Huge),
             "1G" => Ok(Self::Gib),
-            _ => Err(format!("{text:?} is neither 2M nor 1G")),
+            _ => Err(format!("{text:?} is neither 2M nor 1G").into()),
         }
     }
 }

@@ -8,8 +8,8 @@
 
 use std::sync::Arc;
 
-use crate::extent::{Extent, ExtentError, MAX_EXTENTS, check_pages};
-use crate::{Bytes, HUGE_SIZE, PAGE_SIZE, PageCount, PageIdx, PageRange};
+use crate::extent::{Extent, MAX_EXTENTS, check_pages};
+use crate::{Bytes, HUGE_SIZE, Invalid, PAGE_SIZE, PageCount, PageIdx, PageRange};
 
 /// The extents of a region, in the order of its pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,12 +35,12 @@ impl Extents {
     ///
     /// # Errors
     /// Why they are invalid.
-    pub fn new(list: &[Extent]) -> Result<Self, ExtentError> {
+    pub fn new(list: &[Extent]) -> Result<Self, Invalid> {
         if list.is_empty() {
-            return Err(ExtentError::None);
+            return Err("it has no extents".into());
         }
         if list.len() > MAX_EXTENTS {
-            return Err(ExtentError::TooMany(list.len()));
+            return Err(format!("it has {} extents; at most {MAX_EXTENTS} are allowed", list.len()).into());
         }
         let mut merged: Vec<Extent> = Vec::with_capacity(list.len());
         let mut starts = vec![PageIdx(0)];
@@ -51,7 +51,9 @@ impl Extents {
             let (Some(_), Some(sum)) =
                 (fits(extent.offset.0.checked_add(extent.len.0)), fits(end.checked_add(extent.len.0)))
             else {
-                return Err(ExtentError::TooLong { at, extent });
+                let (len, offset, file) = (extent.len.0, extent.offset.0, extent.file);
+                let why = format!("extent {at}, {len} bytes from offset {offset:#x} of file {file}, is too long");
+                return Err(why.into());
             };
             end = sum;
             match merged.last_mut() {
@@ -68,7 +70,8 @@ impl Extents {
         if let Some([_, next]) =
             sorted.array_windows().find(|[one, next]| one.file == next.file && next.offset.0 < one.end())
         {
-            return Err(ExtentError::Overlap { file: next.file, at: next.offset.0 });
+            let (at, file) = (next.offset.0, next.file);
+            return Err(format!("two of its extents overlap at offset {at:#x} of file {file}").into());
         }
         Ok(Self { list: merged.into(), starts: starts.into() })
     }
@@ -77,7 +80,7 @@ impl Extents {
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn one(offset: Bytes, len: Bytes) -> Result<Self, ExtentError> {
+    pub fn one(offset: Bytes, len: Bytes) -> Result<Self, Invalid> {
         Self::new(&[Extent { file: 0, offset, len }])
     }
 
@@ -85,14 +88,18 @@ impl Extents {
     ///
     /// # Errors
     /// What is wrong with the first that is not.
-    pub fn check(&self, sizes: &[Bytes], page: u64) -> Result<(), ExtentError> {
+    pub fn check(&self, sizes: &[Bytes], page: u64) -> Result<(), Invalid> {
         for (at, extent) in self.list.iter().copied().enumerate() {
             let Some(size) = sizes.get(usize::from(extent.file)) else {
-                return Err(ExtentError::NoFile { at, file: extent.file, files: sizes.len() });
+                let (file, files) = (extent.file, sizes.len());
+                return Err(format!("extent {at} is of file {file}, and there are {files} files").into());
             };
             check_pages(at, extent, page)?;
             if extent.end() > size.0 {
-                return Err(ExtentError::BeyondEnd { at, file: extent.file, end: extent.end(), size: size.0 });
+                let (end, file) = (extent.end(), extent.file);
+                let why =
+                    format!("extent {at} ends at offset {end:#x} of file {file}, which has {} bytes only", size.0);
+                return Err(why.into());
             }
         }
         Ok(())
@@ -102,9 +109,12 @@ impl Extents {
     ///
     /// # Errors
     /// They are longer, or shorter.
-    pub fn check_len(&self, region: Bytes) -> Result<(), ExtentError> {
+    pub fn check_len(&self, region: Bytes) -> Result<(), Invalid> {
         let extents = self.pages().bytes().0;
-        if extents == region.0 { Ok(()) } else { Err(ExtentError::OtherLength { extents, region: region.0 }) }
+        match extents == region.0 {
+            true => Ok(()),
+            false => Err(format!("its extents have {extents} bytes, and it has {}", region.0).into()),
+        }
     }
 
     /// The list, in the order of the region's pages.
@@ -190,11 +200,6 @@ impl Extents {
             (from < until).then(|| (start.offset() + (from - extent.offset.0), until - from))
         })
     }
-
-    /// The page that has this byte of a file, if one has.
-    pub fn page_at(&self, file: u16, offset: u64) -> Option<PageIdx> {
-        self.bytes_at(file, offset, 1).next().map(|(at, _)| PageIdx::containing(at))
-    }
 }
 
 #[cfg(test)]
@@ -243,7 +248,7 @@ mod tests {
             for (page, place) in model.iter().enumerate() {
                 let page = PageIdx(page as u64);
                 prop_assert_eq!(extents.place(page), *place);
-                prop_assert_eq!(extents.page_at(place.0, place.1 + 77), Some(page));
+                prop_assert_eq!(extents.bytes_at(place.0, place.1 + 77, 1).next(), Some((page.offset() + 77, 1)));
                 let run = model[page.0 as usize..].iter().zip(0..);
                 let run = run.take_while(|(next, n)| **next == (place.0, place.1 + n * PAGE)).count();
                 prop_assert_eq!(extents.run_end(page), PageIdx(page.0 + run as u64));

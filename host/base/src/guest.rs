@@ -7,6 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::invalid::Invalid;
 use crate::units::{Bytes, PAGE_SIZE};
 
 /// Most ranges that one region may have.
@@ -28,16 +29,16 @@ pub struct GuestRange {
 /// Check that a region of this length can have these ranges: whole pages, inside it, no byte and no address twice.
 ///
 /// # Errors The ranges are invalid; the error says why.
-pub fn check_guest_ranges(region: Bytes, ranges: &[GuestRange]) -> Result<(), String> {
+pub fn check_guest_ranges(region: Bytes, ranges: &[GuestRange]) -> Result<(), Invalid> {
     if ranges.len() > MAX_GUEST_RANGES {
-        return Err(format!("{} guest-physical ranges; at most {MAX_GUEST_RANGES} are allowed", ranges.len()));
+        return Err(format!("{} guest-physical ranges; at most {MAX_GUEST_RANGES} are allowed", ranges.len()).into());
     }
     for range in ranges {
         let GuestRange { address, offset, len } = *range;
         let whole = [address, offset.0, len.0].iter().all(|n| n.is_multiple_of(PAGE_SIZE as u64)) && len.0 > 0;
         let inside = offset.0.checked_add(len.0).is_some_and(|end| end <= region.0);
         if !whole || !inside || address.checked_add(len.0).is_none_or(|end| end > ADDRESS_END) {
-            return Err(format!("{} bytes at {offset} cannot be at guest-physical address {address:#x}", len.0));
+            return Err(format!("{} bytes at {offset} cannot be at guest-physical address {address:#x}", len.0).into());
         }
     }
     let overlap = |at: fn(&GuestRange) -> u64| {
@@ -81,7 +82,7 @@ mod tests {
             ((0..9).map(|at| range(at * MIB, at * MIB, MIB)).collect(), "at most 8"),
         ] {
             let error = check_guest_ranges(size, &ranges).expect_err(what);
-            assert!(error.contains(what), "{error}");
+            assert!(error.to_string().contains(what), "{error}");
         }
     }
 }

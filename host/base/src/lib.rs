@@ -41,6 +41,7 @@ pub mod extents;
 pub mod fill;
 pub mod format;
 pub mod guest;
+pub mod invalid;
 pub mod pool;
 pub mod range;
 pub mod store;
@@ -52,6 +53,7 @@ pub mod wire;
 
 pub use extent::Extent;
 pub use extents::Extents;
+pub use invalid::Invalid;
 pub use range::PageRange;
 pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 pub use uuid::Uuid;

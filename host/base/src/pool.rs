@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::extents::Extents;
 use crate::format::{Format, Message};
+use crate::invalid::Invalid;
 use crate::units::Bytes;
 use crate::wire::MAX_FILES;
 use crate::{Extent, GIB, HUGE_SIZE};
@@ -36,15 +37,15 @@ impl Pages {
 }
 
 impl std::str::FromStr for Pages {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         match text {
             "2M" => Ok(Self::Slices),
             "mix" => Ok(Self::Mix),
             "1G" => Ok(Self::Gib),
             "on-demand" => Ok(Self::OnDemand),
-            _ => Err(format!("{text:?} is none of 2M, mix, 1G and on-demand")),
+            _ => Err(format!("{text:?} is none of 2M, mix, 1G and on-demand").into()),
         }
     }
 }
@@ -89,16 +90,19 @@ impl Nodes {
 }
 
 impl std::str::FromStr for Nodes {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is no node, no list of nodes such as 0,1, and no split such as 0=3G,1=1G");
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || {
+            let why = format!("{text:?} is no node, no list of nodes such as 0,1, and no split such as 0=3G,1=1G");
+            Invalid::from(why)
+        };
         let node = |text: &str| text.parse::<u32>().map_err(|_| wrong());
         if text.contains('=') {
             let part = |part: &str| {
                 let (number, size) = part.split_once('=').ok_or_else(wrong)?;
                 let size: Bytes = size.parse().map_err(|why| format!("{text:?}: {why}"))?;
-                Ok::<_, String>((node(number)?, size))
+                Ok::<_, Invalid>((node(number)?, size))
             };
             return Ok(Self::Split(text.split(',').map(part).collect::<Result<_, _>>()?));
         }
@@ -159,17 +163,17 @@ impl Message for Given {
 ///
 /// # Errors
 /// What is wrong with it.
-pub fn check(extents: &[Extent], size: Bytes, pages: Pages, files: usize) -> Result<Extents, String> {
+pub fn check(extents: &[Extent], size: Bytes, pages: Pages, files: usize) -> Result<Extents, Invalid> {
     let checked = Extents::new(extents).map_err(|error| error.to_string())?;
     if extents.iter().map(|extent| extent.len.0).sum::<u64>() != size.0 || files > MAX_FILES {
-        return Err(format!("the pool gave {files} files and not {size}"));
+        return Err(format!("the pool gave {files} files and not {size}").into());
     }
     let is_aligned = |value: Bytes| value.0.is_multiple_of(pages.size().0);
     match extents
         .iter()
         .find(|extent| usize::from(extent.file) >= files || !is_aligned(extent.offset) || !is_aligned(extent.len))
     {
-        Some(wrong) => Err(format!("the pool gave {wrong:?} of {files} files")),
+        Some(wrong) => Err(format!("the pool gave {wrong:?} of {files} files").into()),
         None => Ok(checked),
     }
 }

@@ -36,11 +36,6 @@ impl Bytes {
     pub const fn pages_floor(self) -> PageCount {
         PageCount(self.0 >> PAGE_SHIFT)
     }
-
-    /// True if this is a whole number of base pages.
-    pub const fn is_page_aligned(self) -> bool {
-        self.0.is_multiple_of(PAGE_SIZE as u64)
-    }
 }
 
 /// `512 MiB`-style display: the largest binary unit that leaves at least one, with at most one decimal.
@@ -62,19 +57,23 @@ impl fmt::Display for Bytes {
 
 /// A size that could not be understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("Reading the size {0:?}: write a whole number with a unit, such as 512M, 2G or 4096B (powers of 1024)")]
+#[error("Reading the size {0:?}: write a number with a unit, such as 512M, 1.5G or 4096B (powers of 1024)")]
 pub struct ParseBytesError(pub String);
 
-/// Accepts `512M`, `512MiB`, `2g`, `4096B`; the units are powers of 1024 and a bare number is refused.
+/// Accepts `512M`, `512MiB`, `1.5g`, `4096B`; the units are powers of 1024, parts of a byte are cut off, and a bare
+/// number is refused.
 impl FromStr for Bytes {
     type Err = ParseBytesError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = || ParseBytesError(text.to_owned());
         let trimmed = text.trim();
-        let digits_end = trimmed.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+        let digits_end = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(wrong)?;
         let (digits, unit) = trimmed.split_at(digits_end);
-        let value: u64 = digits.parse().map_err(|_| wrong())?;
+        let (whole, part) = digits.split_once('.').unwrap_or((digits, "0"));
+        let whole: u64 = whole.parse().map_err(|_| wrong())?;
+        let tens = 10u128.checked_pow(part.len() as u32).ok_or_else(wrong)?;
+        let part: u64 = part.parse().map_err(|_| wrong())?;
         let factor = match unit.trim().to_ascii_lowercase().as_str() {
             "b" => 1,
             "k" | "kib" => KIB,
@@ -83,7 +82,8 @@ impl FromStr for Bytes {
             "t" | "tib" => 1024 * GIB,
             _ => return Err(wrong()),
         };
-        value.checked_mul(factor).map(Bytes).ok_or_else(wrong)
+        let part = (u128::from(part) * u128::from(factor) / tens) as u64;
+        whole.checked_mul(factor).and_then(|bytes| bytes.checked_add(part)).map(Bytes).ok_or_else(wrong)
     }
 }
 
@@ -193,7 +193,10 @@ mod tests {
         assert_eq!("2GiB".parse(), Ok(Bytes(2 * GIB)));
         assert_eq!(" 7 kib ".parse(), Ok(Bytes(7 * KIB)));
         assert_eq!("4096B".parse(), Ok(Bytes(4096)));
-        for wrong in ["", "512", "M", "1.5G", "-1M", "5 parsecs", "99999999999T"] {
+        assert_eq!("1.5G".parse(), Ok(Bytes(1536 * MIB)));
+        assert_eq!("0.0001k".parse(), Ok(Bytes(0)));
+        assert_eq!(format!("1.{}B", "9".repeat(19)).parse(), Ok(Bytes(1)));
+        for wrong in ["", "512", "M", "1.5", ".5G", "1.G", "1.5.2G", "-1M", "5 parsecs", "99999999999T"] {
             assert!(wrong.parse::<Bytes>().is_err(), "{wrong:?} was accepted");
         }
     }

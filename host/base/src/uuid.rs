@@ -9,6 +9,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::invalid::Invalid;
+
 /// 128 bits that an operator, or a management program, gave a VM. It stays with the VM over restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -28,10 +30,10 @@ impl fmt::Display for Uuid {
 }
 
 impl FromStr for Uuid {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is not a UUID, such as 123e4567-e89b-12d3-a456-426614174000");
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid::from(format!("{text:?} is not a UUID, such as 123e4567-e89b-12d3-a456-426614174000"));
         let digits: String = text.split('-').collect();
         if digits.len() != 32 || !digits.is_ascii() {
             return Err(wrong());

@@ -17,6 +17,7 @@ use crate::extents::Extents;
 use crate::format::{Format, Message};
 pub use crate::format::{WireError, decode, encode};
 use crate::guest::GuestRange;
+use crate::invalid::Invalid;
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 use crate::uuid::Uuid;
 
@@ -85,11 +86,11 @@ impl RegionInfo {
     ///
     /// # Errors
     /// It cannot be; the error names the region.
-    pub fn checked(&self) -> Result<Extents, String> {
+    pub fn checked(&self) -> Result<Extents, Invalid> {
         let extents = Extents::new(&self.extents);
         extents
             .and_then(|extents| extents.check_len(self.span.len).map(|()| extents))
-            .map_err(|error| format!("region at {}: {error}", self.span.hva))
+            .map_err(|error| format!("region at {}: {error}", self.span.hva).into())
     }
 }
 
@@ -141,16 +142,16 @@ impl Attach {
     }
 
     /// Check everything that can be checked without looking at the descriptors. The error says what is wrong.
-    pub fn validate(&self) -> Result<(), String> {
+    pub fn validate(&self) -> Result<(), Invalid> {
         check_name(&self.name)?;
         if self.vmm.len() > 256 || self.pinned.as_ref().is_some_and(|reason| reason.len() > 256) {
             return Err("the VMM name or the pinned reason is longer than 256 bytes".into());
         }
         if self.shards == 0 || usize::from(self.shards) > MAX_SHARDS {
-            return Err(format!("{} userfaultfds announced; 1 to {MAX_SHARDS} are allowed", self.shards));
+            return Err(format!("{} userfaultfds announced; 1 to {MAX_SHARDS} are allowed", self.shards).into());
         }
         if self.regions.is_empty() || self.regions.len() > MAX_REGIONS {
-            return Err(format!("{} RAM regions given; 1 to {MAX_REGIONS} are allowed", self.regions.len()));
+            return Err(format!("{} RAM regions given; 1 to {MAX_REGIONS} are allowed", self.regions.len()).into());
         }
         check_stores(&self.stores)?;
         if self.resume.is_none() && !self.stores.is_empty() {
@@ -161,15 +162,15 @@ impl Attach {
 }
 
 /// Is no store named twice, and are there no more files than may be?
-pub fn check_stores(stores: &[StoreFiles]) -> Result<(), String> {
+pub fn check_stores(stores: &[StoreFiles]) -> Result<(), Invalid> {
     let files = count_files(stores);
     if files > MAX_STORE_FILES {
-        return Err(format!("{files} files of stores announced; at most {MAX_STORE_FILES} are allowed"));
+        return Err(format!("{files} files of stores announced; at most {MAX_STORE_FILES} are allowed").into());
     }
     let mut numbers: Vec<u8> = stores.iter().map(|store| store.store).collect();
     numbers.sort_unstable();
     match numbers.array_windows().find(|[one, next]| one == next) {
-        Some([store, _]) => Err(format!("files of store {store} are announced twice")),
+        Some([store, _]) => Err(format!("files of store {store} are announced twice").into()),
         None => Ok(()),
     }
 }
@@ -192,39 +193,40 @@ pub fn shown_name(name: &str) -> String {
 }
 
 /// Is this a name a VM may have, as [`shown_name`] writes it?
-pub fn check_name(name: &str) -> Result<(), String> {
+pub fn check_name(name: &str) -> Result<(), Invalid> {
     if name.is_empty() || name.len() > MAX_NAME {
         return Err(format!(
             "VM name {:?} has {} bytes; a name has 1 to {MAX_NAME}, and each character that cannot be shown counts as \
              its escape",
             name.chars().take(32).collect::<String>(),
             name.len()
-        ));
+        )
+        .into());
     }
     let plain: String = name.split('\\').collect();
     if shown_name(&plain) != plain {
-        return Err(format!("VM name {name:?}: characters that cannot be shown must be escaped"));
+        return Err(format!("VM name {name:?}: characters that cannot be shown must be escaped").into());
     }
     Ok(())
 }
 
 /// Are these regions page-aligned, non-empty, within the address space and apart from each other, there and in the
 /// files of their message, of which there are `files`?
-pub fn check_regions(regions: &[RegionInfo], files: u8) -> Result<(), String> {
+pub fn check_regions(regions: &[RegionInfo], files: u8) -> Result<(), Invalid> {
     if files == 0 || usize::from(files) > MAX_FILES {
-        return Err(format!("{files} RAM files announced; 1 to {MAX_FILES} are allowed"));
+        return Err(format!("{files} RAM files announced; 1 to {MAX_FILES} are allowed").into());
     }
     check_spans(&regions.iter().map(|region| region.span).collect::<Vec<_>>())?;
     let count: usize = regions.iter().map(|region| region.extents.len()).sum();
     if count > MAX_EXTENTS {
-        return Err(format!("the regions have {count} extents; at most {MAX_EXTENTS} are allowed"));
+        return Err(format!("the regions have {count} extents; at most {MAX_EXTENTS} are allowed").into());
     }
     let mut all = Vec::with_capacity(count);
     for region in regions {
         let extents = region.checked()?;
         if extents.files() > usize::from(files) {
             let (at, file) = (region.span.hva, extents.files() - 1);
-            return Err(format!("region at {at}: it has an extent of file {file}, and there are {files} files"));
+            return Err(format!("region at {at}: it has an extent of file {file}, and there are {files} files").into());
         }
         all.extend(extents.list().iter().map(|extent| (extent.file, extent.offset.0, extent.end(), region.span.hva)));
     }
@@ -232,30 +234,30 @@ pub fn check_regions(regions: &[RegionInfo], files: u8) -> Result<(), String> {
     match all.array_windows().find(|[one, next]| one.0 == next.0 && next.1 < one.2) {
         Some([one, next]) => {
             let (at, file) = (next.1, next.0);
-            Err(format!("the regions at {} and {} overlap at offset {at:#x} of file {file}", one.3, next.3))
+            Err(format!("the regions at {} and {} overlap at offset {at:#x} of file {file}", one.3, next.3).into())
         }
         None => Ok(()),
     }
 }
 
 /// Are these page-aligned, non-empty, within the address space, and apart from each other?
-pub fn check_spans(spans: &[Span]) -> Result<(), String> {
+pub fn check_spans(spans: &[Span]) -> Result<(), Invalid> {
     /// The user half of the x86-64 address space (5-level paging included).
     const ADDRESS_END: u64 = 1 << 56;
     let mut ends = Vec::with_capacity(spans.len());
     for Span { hva, len } in spans {
         let aligned = [hva.0, len.0].iter().all(|n| n.is_multiple_of(PAGE_SIZE as u64));
         if !aligned || len.0 == 0 {
-            return Err(format!("region at {hva} of {} bytes: addresses and lengths must be whole pages", len.0));
+            return Err(format!("region at {hva} of {} bytes: addresses and lengths must be whole pages", len.0).into());
         }
         let Some(end) = hva.0.checked_add(len.0).filter(|end| *end <= ADDRESS_END) else {
-            return Err(format!("region at {hva} of {} bytes does not fit the address space", len.0));
+            return Err(format!("region at {hva} of {} bytes does not fit the address space", len.0).into());
         };
         ends.push((hva.0, end));
     }
     ends.sort_unstable();
     match ends.array_windows().find(|[one, next]| one.1 > next.0) {
-        Some([_, next]) => Err(format!("regions overlap at {:#x}", next.0)),
+        Some([_, next]) => Err(format!("regions overlap at {:#x}", next.0).into()),
         None => Ok(()),
     }
 }

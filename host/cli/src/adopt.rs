@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ballast_adopt::swap::{self, HOW_TO, Speed, Swap};
-use ballast_api::{AdoptRequest, AdoptedBy, AdoptedStat, Client, StallSource, VmKind, VmStat};
+use ballast_api::{AdoptRefusal, AdoptRequest, AdoptedBy, AdoptedStat, Client, StallSource, VmKind, VmStat};
 use clap::Args;
 use serde::Serialize;
 
@@ -48,10 +48,20 @@ pub fn adopt(client: &Client, args: &AdoptArgs, json: bool) -> Result<()> {
         show::print(&adopted(&result.adopted))?;
     }
     if !result.refused.is_empty() {
-        let reasons: Vec<&str> = result.refused.iter().map(|refused| refused.reason.as_str()).collect();
-        bail!("{} VMMs were not adopted: {}", reasons.len(), reasons.join("; "));
+        bail!("{}", not_adopted(&result.refused));
     }
     Ok(())
+}
+
+/// The reasons of the first refusals; `--json` has all.
+fn not_adopted(refused: &[AdoptRefusal]) -> String {
+    const NAMED: usize = 8;
+    let mut text = format!("{} VMMs were not adopted:", refused.len());
+    refused.iter().take(NAMED).for_each(|refused| text = format!("{text}\n  {}", refused.reason));
+    if refused.len() > NAMED {
+        text = format!("{text}\n  and {} more (--json lists all)", refused.len() - NAMED);
+    }
+    text
 }
 
 fn adopted(vms: &[VmStat]) -> String {
@@ -187,6 +197,15 @@ impl SwapFindings {
 mod tests {
     use super::*;
     use ballast_base::GIB;
+
+    #[test]
+    fn many_refusals_are_a_short_list() {
+        let refused = |pid| AdoptRefusal { pid, reason: format!("process {pid}: why") };
+        let text = not_adopted(&(1..=500).map(refused).collect::<Vec<_>>());
+        assert!(text.starts_with("500 VMMs were not adopted:\n  process 1: why\n"), "{text}");
+        assert!(text.ends_with("  process 8: why\n  and 492 more (--json lists all)"), "{text}");
+        assert_eq!(not_adopted(&[refused(7)]), "1 VMMs were not adopted:\n  process 7: why");
+    }
 
     #[test]
     fn a_host_without_swap_is_told_what_to_type() {

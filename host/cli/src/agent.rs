@@ -42,11 +42,6 @@ pub fn screen(vm: &VmStat) -> String {
             count(agent.service_restored_pages)
         );
     }
-    let of_services = agent.restored_for.all();
-    if of_services.iter().any(|(_, pages)| *pages > 0) {
-        let each = of_services.map(|(name, pages)| format!("{name} {}", show::percent(pages, agent.restored_pages)));
-        let _ = writeln!(text, "  restored for services of its kernel, about: {}", each.join("  "));
-    }
     let rejected = [agent.rejected_messages, agent.rejected_pages, agent.garbage_bytes, agent.times_ignored];
     if rejected != [0; 4] {
         let [messages, pages, bytes, times] = rejected.map(count);
@@ -97,8 +92,7 @@ fn of_tiering(tiering: &TieringStat) -> String {
     let hits = tiering.fast_hits_bp.map(|share| format!("{:.1} % of them fast just now; ", f64::from(share) / 100.0));
     let _ = writeln!(
         text,
-        "    accesses sampled by {}: {}; {}ranges: {}",
-        tiering.source,
+        "    accesses sampled: {}; {}ranges: {}",
         count(tiering.samples),
         hits.unwrap_or_default(),
         count(tiering.ranges)

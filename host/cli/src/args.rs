@@ -7,22 +7,28 @@ use std::time::Duration;
 use ballast_api::policy::Kind;
 use ballast_api::policy::settings::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
 use ballast_api::{NodeBalloon, VmClass};
-use ballast_base::Bytes;
+use ballast_base::{Bytes, Invalid};
 use clap::{Args, Parser, Subcommand};
 
 /// Elastic memory for virtual machines.
 #[derive(Debug, Parser)]
 #[command(name = "ballast", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 pub struct Cli {
-    /// The daemon's API socket
-    #[arg(long, global = true, env = "BALLAST_API", default_value = ballast_api::DEFAULT_SOCKET, value_name = "PATH")]
-    pub socket: PathBuf,
+    /// The daemon's API socket [default: BALLAST_API, else /run/ballast/api.sock]
+    #[arg(long, global = true, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
     /// Print JSON: sizes in bytes, units in the key names
     #[arg(long, global = true)]
     pub json: bool,
     /// What to do
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// The API socket: as named on the command line, else by `BALLAST_API` unless that is empty, else the usual one.
+pub fn api_socket(named: Option<PathBuf>) -> PathBuf {
+    let of_environment = || std::env::var_os("BALLAST_API").filter(|path| !path.is_empty()).map(PathBuf::from);
+    named.or_else(of_environment).unwrap_or_else(|| ballast_api::DEFAULT_SOCKET.into())
 }
 
 const AFTER_HELP: &str = "Exit codes: 0 done, 1 failed, 2 wrong command line, 3 no such VM, 4 daemon not reachable, \
@@ -59,10 +65,8 @@ pub enum Command {
     },
     /// Say where a VM's settings come from, and why a policy gives it what it has
     Explain(ExplainArgs),
-    /// Write what policies read to a file, for replay
-    Record(RecordArgs),
-    /// Compare a recording with what another policy would have decided; needs no daemon
-    Replay(ReplayArgs),
+    /// Say how much memory VMs needed over the last day for little stall; changes nothing
+    Advise(crate::advise::AdviseArgs),
     /// Replace the engine and the keeper by those of another ballastd, under running VMs
     Upgrade {
         /// The new ballastd [default: the file that engines are started from]
@@ -111,7 +115,7 @@ pub enum VmCommand {
         /// The VM's name
         name: String,
     },
-    /// Show how old a VM's memory is and what its working set is; record, replay and draw it
+    /// Show how old a VM's memory is and what its working set is
     Heat(crate::heat::HeatArgs),
     /// Set or remove the limit of a VM, of several or of all; memory above it goes far
     #[command(allow_missing_positional = true)]
@@ -154,7 +158,7 @@ pub enum VmCommand {
     },
 }
 
-fn node_balloon(text: &str) -> Result<NodeBalloon, String> {
+fn node_balloon(text: &str) -> Result<NodeBalloon, Invalid> {
     let (node, size) = text.split_once('=').ok_or_else(|| format!("{text:?} is no NODE=SIZE"))?;
     let node = node.parse().map_err(|_| format!("{node:?} is no number of a node"))?;
     let size: Bytes = size.parse().map_err(|error| format!("{error}"))?;
@@ -189,14 +193,14 @@ pub struct SetArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word<T>(pub Option<T>);
 
-fn or_none<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<Word<T>, String> {
+fn or_none<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<Word<T>, Invalid> {
     if text.eq_ignore_ascii_case("none") {
         return Ok(Word(None));
     }
-    text.parse().map(|value| Word(Some(value))).map_err(|error: T::Err| error.to_string())
+    text.parse().map(|value| Word(Some(value))).map_err(|error: T::Err| error.to_string().into())
 }
 
-fn shares(text: &str) -> Result<Word<u32>, String> {
+fn shares(text: &str) -> Result<Word<u32>, Invalid> {
     Ok(Word(Some(match text.to_ascii_lowercase().as_str() {
         "low" => LOW_SHARES,
         "normal" => NORMAL_SHARES,
@@ -213,22 +217,16 @@ pub enum PolicyCommand {
     /// Change it, until ballastd is restarted; options that are not named stay
     Set {
         /// none, maestro, pressure or gain
-        name: Kind,
+        policy: Kind,
         /// Milliseconds between decisions
         #[arg(long)]
         tick_ms: Option<u64>,
         /// DRAM for all guests together, or none: as much as the host can spare
         #[arg(long, value_name = "BYTES|none")]
         budget: Option<LimitArg>,
-        /// maestro: seconds over which faults count
-        #[arg(long)]
-        window_s: Option<f64>,
         /// pressure: the share of time a VM may stall, 0 to 1
         #[arg(long)]
         threshold: Option<f64>,
-        /// pressure: unused allowance a VM keeps before cold memory is taken
-        #[arg(long, value_name = "BYTES")]
-        watermark: Option<Bytes>,
     },
 }
 
@@ -242,47 +240,12 @@ pub struct ExplainArgs {
     pub last: usize,
 }
 
-/// Arguments of `record`.
-#[derive(Debug, Args)]
-pub struct RecordArgs {
-    /// The file, which is overwritten
-    pub file: PathBuf,
-    /// End after this number of seconds
-    #[arg(long, value_name = "SECONDS", value_parser = interval)]
-    pub seconds: Option<Duration>,
-    /// End after this number of snapshots
-    #[arg(long, value_name = "COUNT")]
-    pub snapshots: Option<u64>,
-}
-
-/// Arguments of `replay`.
-#[derive(Debug, Args)]
-pub struct ReplayArgs {
-    /// A file that `ballast record` wrote
-    pub file: PathBuf,
-    /// maestro, pressure or gain
-    #[arg(long)]
-    pub policy: Kind,
-    /// maestro: seconds over which faults count
-    #[arg(long)]
-    pub window_s: Option<f64>,
-    /// pressure: the share of time a VM may stall, 0 to 1
-    #[arg(long)]
-    pub threshold: Option<f64>,
-    /// pressure: unused allowance a VM keeps before cold memory is taken
-    #[arg(long, value_name = "BYTES")]
-    pub watermark: Option<Bytes>,
-}
-
 /// Arguments of `top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
     /// Print one plain frame and end
     #[arg(long)]
     pub once: bool,
-    /// Show a recording: lines of `top --json`, or answers of /v1/history and /v1/history/vms
-    #[arg(long, value_name = "FILE")]
-    pub replay: Option<PathBuf>,
     /// Seconds between two frames
     #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = interval)]
     pub interval_s: Duration,
@@ -336,7 +299,7 @@ pub enum Sort {
     Fault,
 }
 
-fn time_span(text: &str) -> Result<Duration, String> {
+fn time_span(text: &str) -> Result<Duration, Invalid> {
     let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
     let seconds = match unit {
         "s" => 1,
@@ -351,12 +314,12 @@ fn time_span(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn interval(text: &str) -> Result<Duration, String> {
+fn interval(text: &str) -> Result<Duration, Invalid> {
     const SHORTEST_S: f64 = 0.1;
     const LONGEST_S: f64 = 3600.0;
     match text.parse::<f64>() {
         Ok(seconds) if (SHORTEST_S..=LONGEST_S).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err(format!("write a number of seconds from {SHORTEST_S} to {LONGEST_S}")),
+        _ => Err(format!("write a number of seconds from {SHORTEST_S} to {LONGEST_S}").into()),
     }
 }
 

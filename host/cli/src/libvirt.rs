@@ -59,7 +59,7 @@ pub fn status(client: &Client, json: bool) -> Result<()> {
         let is_running = running.lines().any(|line| line.trim() == uuid);
         let vm = vms.as_ref().map(|vms| vms.iter().find(|vm| vm.uuid.as_deref() == Some(uuid)));
         let (now, unmanaged) = now(is_running, vm.ok());
-        let mut missing = missing(name, &command_line(uuid).map_err(|error| format!("{error:#}")));
+        let mut missing = missing(name, &command_line(uuid));
         if missing.is_empty() && now == Now::Unmanaged {
             missing.push("restart it: it was started before it had this emulator, or without ballastd".into());
         }
@@ -90,15 +90,15 @@ fn now(is_running: bool, vm: Option<Option<&VmStat>>) -> (Now, u64) {
 }
 
 /// What is missing, by the command line that the domain's next QEMU would have.
-fn missing(name: &str, command_line: &Result<Vec<String>, String>) -> Vec<String> {
+fn missing(name: &str, command_line: &Result<Vec<String>>) -> Vec<String> {
     let words = match command_line {
         Ok(words) => words,
-        Err(error) => return vec![format!("libvirt does not say how it would start it: {error}")],
+        Err(error) => return vec![format!("libvirt does not say how it would start it: {error:#}")],
     };
     let emulator = Path::new(&words[0]);
     let mut missing = Vec::new();
     match run::check(&words[1..]) {
-        Err(reason) => missing.push(reason),
+        Err(reason) => missing.push(reason.to_string()),
         Ok(Some(pinned)) => missing.push(pinned),
         Ok(None) => {}
     }
@@ -200,7 +200,7 @@ mod tests {
             let said = of(&own, &format!("{stock} {word}"));
             assert!(said.len() == 1 && said[0].contains(why), "{said:?}");
         }
-        assert!(missing("db", &Err("no such domain".into()))[0].ends_with("no such domain"));
+        assert!(missing("db", &Err(anyhow::anyhow!("no such domain")))[0].ends_with("no such domain"));
     }
 
     #[test]

@@ -1,13 +1,15 @@
 //! `ballast`: the command for operators.
 //!
-//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and `completions` do not
-//! need it). After: people have text, programs have JSON, and scripts have an exit code.
+//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench` and `completions` do not need it).
+//! After: people have text, programs have JSON, and scripts have an exit code.
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 
 mod adopt;
+mod advise;
 mod agent;
 mod args;
+mod complete;
 mod doctor;
 mod emulator;
 mod events;
@@ -37,6 +39,7 @@ use exit::Exit;
 use libvirt::LibvirtCommand;
 
 fn main() -> ExitCode {
+    complete::answer();
     let done = emulator::command_line(std::env::args_os()).and_then(|words| run(Cli::parse_from(words)));
     done.unwrap_or_else(|error| {
         show::say(&exit::chain(&error));
@@ -45,7 +48,8 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<ExitCode> {
-    let client = || Client::new(&cli.socket).context("Starting the API client");
+    let socket = args::api_socket(cli.socket);
+    let client = || Client::new(&socket).context("Starting the API client");
     match cli.command {
         Command::Run(args) => match run::run(args)? {},
         Command::Demo(args) => match lab::run("demo", args, cli.json)? {},
@@ -58,24 +62,19 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,
         Command::Pool(command) => pool::run(&client()?, &command, cli.json)?,
         Command::Plan { policy } => policy::plan(&client()?, policy, cli.json)?,
+        Command::Advise(args) => advise::advise(&client()?, &args, cli.json)?,
         Command::Explain(args) => policy::explain(&client()?, &args, cli.json)?,
-        Command::Record(args) => policy::record(&client()?, &args)?,
-        Command::Replay(args) => policy::replay(&args, cli.json)?,
         Command::Upgrade { program } => upgrade::run(client()?, program, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,
         Command::Events(args) => events::run(&client()?, &args, cli.json)?,
-        Command::Web(args) => web::run(&cli.socket, &args)?,
+        Command::Web(args) => web::run(&socket, &args)?,
         Command::Doctor { store: true } => return Ok(doctor::store(&client()?.host()?, cli.json)?.into()),
         Command::Doctor { store: false } => return Ok(doctor::run(client().ok(), cli.json)?.into()),
         Command::Man { dir } => {
             clap_mangen::generate_to(Cli::command(), &dir)
                 .with_context(|| format!("Writing into {}", dir.display()))?;
         }
-        Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "ballast", &mut script);
-            show::print_as_it_is(&String::from_utf8_lossy(&script))?;
-        }
+        Command::Completions { shell } => complete::script(shell)?,
     }
     Ok(Exit::Ok.into())
 }

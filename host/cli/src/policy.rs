@@ -1,36 +1,29 @@
-//! `ballast policy`, `plan`, `explain`, `record` and `replay`: the policy, its decisions and their reasons.
+//! `ballast policy`, `plan` and `explain`: the policy, its decisions and their reasons.
 //!
 //! Before: the daemon's governor decides and remembers. After: tables and sentences for people, the API's documents
-//! as JSON for programs. `replay` needs no daemon: policies are pure, and a recording holds their whole input.
+//! as JSON for programs.
 
-use std::fmt::Write as _;
-use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Write as _};
-use std::path::Path;
-use std::time::{Duration, Instant};
+use std::fmt::Write;
 
-use anyhow::{Context, Result, bail};
-use ballast_api::policy::replay::{self, Compared, Course};
-use ballast_api::policy::{Action, Decision, HostState, Kind, Params, Plan, Snapshot};
+use anyhow::{Context, Result};
+use ballast_api::policy::{Action, Decision, HostState, Kind, Plan};
 use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat, SettingSource, SourceKind, VmStat};
 
-use crate::args::{ExplainArgs, PolicyCommand, RecordArgs, ReplayArgs};
+use crate::args::{ExplainArgs, PolicyCommand};
 use crate::{agent, names, show};
 
 /// `ballast policy show|set`.
 pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
     let stat = match command {
         PolicyCommand::Show => client.policy()?,
-        PolicyCommand::Set { name, tick_ms, budget, window_s, threshold, watermark } => {
+        PolicyCommand::Set { policy, tick_ms, budget, threshold } => {
             let patch = PolicyPatch {
-                policy: Some(*name),
+                policy: Some(*policy),
                 tick_ms: *tick_ms,
                 budget_bytes: budget.map(|budget| budget.0.map(|bytes| bytes.0)),
-                window_ms: window_s.map(|seconds| (seconds * 1e3) as u64),
                 threshold: *threshold,
-                watermark_bytes: watermark.map(|bytes| bytes.0),
             };
-            client.patch_policy(&patch).with_context(|| format!("Setting the policy {name}"))?
+            client.patch_policy(&patch).with_context(|| format!("Setting the policy {policy}"))?
         }
     };
     if json { show::json(&stat) } else { Ok(show::print(&describe(&stat))?) }
@@ -43,13 +36,7 @@ fn describe(stat: &PolicyStat) -> String {
     let _ = writeln!(text, "policy     {}, every {} ms", stat.policy, stat.tick_ms);
     let given = if stat.budget_bytes.is_some() { "as set" } else { "what the host can spare now" };
     let _ = writeln!(text, "budget     {} for all guests ({given})", size(stat.effective_budget_bytes));
-    let _ = writeln!(text, "maestro    faults count over {} s", stat.window_ms as f64 / 1e3);
-    let _ = writeln!(
-        text,
-        "pressure   a VM may stall {:.1} % of the time and keeps {} beyond what it uses",
-        stat.threshold * 100.0,
-        size(stat.watermark_bytes)
-    );
+    let _ = writeln!(text, "pressure   a VM may stall {:.1} % of the time", stat.threshold * 100.0);
     let _ = writeln!(text, "host       {}", host_state(stat.state, stat.exhaustion_ms));
     if let Some(lease) = &stat.lease {
         let left = lease.left_ms as f64 / 1e3;
@@ -80,7 +67,7 @@ fn intentions(plan: &Plan) -> String {
     let divided = show::size(plan.divided_bytes);
     let state = host_state(Some(plan.host_state), plan.exhaustion_ms);
     let _ = writeln!(text, "{} would divide {divided}; the host is {state}. Nothing was done.\n", plan.policy);
-    let mut table = show::table(&["VM", ">NOW", ">THEN", "BECAUSE"]);
+    let mut table = show::table(&["VM", ">TARGET NOW", ">THEN", "BECAUSE"]);
     for decision in &plan.decisions {
         let because = decision.reasons.first().map(ToString::to_string).unwrap_or_default();
         let now = show::limit(decision.before_bytes);
@@ -144,11 +131,7 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
     let mut text = String::new();
     for record in records {
         let (vm, decision) = (&record.vm, &record.decision);
-        let what = match (decision.action, decision.after_bytes()) {
-            (Action::Leave, _) => "was left alone".into(),
-            (_, None) => "may use all its memory".into(),
-            (_, Some(limit)) => format!("may use {}", show::size(limit)),
-        };
+        let what = decision.words();
         let before = match decision.before_bytes {
             _ if !decision.changes() => String::new(),
             None => " (before: no target)".into(),
@@ -176,99 +159,10 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
     text
 }
 
-/// `ballast record FILE`: each snapshot that the governor takes, one JSON object a line.
-pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
-    let file = File::create(&args.file).with_context(|| format!("Creating {}", args.file.display()))?;
-    let mut out = BufWriter::new(file);
-    let end = args.seconds.map(|seconds| Instant::now() + seconds);
-    let (mut last, mut written) = (None, 0u64);
-    while end.is_none_or(|end| Instant::now() < end) && args.snapshots.is_none_or(|most| written < most) {
-        let snapshot = client.snapshot()?;
-        if last.replace(snapshot.at_ms) != Some(snapshot.at_ms) {
-            serde_json::to_writer(&mut out, &snapshot)?;
-            out.write_all(b"\n")
-                .and_then(|()| out.flush())
-                .with_context(|| format!("Writing {}", args.file.display()))?;
-            written += 1;
-        }
-        // Requests come twice as often as the governor takes snapshots. With the policy `none`, each request takes one.
-        let stat = client.policy()?;
-        let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
-        std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));
-    }
-    Ok(show::print(&format!("{written} snapshots in {}\n", args.file.display()))?)
-}
-
-/// `ballast replay FILE --policy X`.
-pub fn replay(args: &ReplayArgs, json: bool) -> Result<()> {
-    let snapshots = read(&args.file)?;
-    let params = Params::default();
-    let params = Params {
-        window_ms: args.window_s.map_or(params.window_ms, |seconds| (seconds * 1e3) as u64),
-        threshold: args.threshold.unwrap_or(params.threshold),
-        watermark_bytes: args.watermark.map_or(params.watermark_bytes, |bytes| bytes.0),
-    };
-    if let Err(why) = params.check() {
-        bail!("Replaying {}: {why}", args.file.display());
-    }
-    let Some(policy) = args.policy.policy(params) else { bail!("the policy none decides nothing to compare with") };
-    let plans = replay::plans(&*policy, &snapshots);
-    let compared = replay::compare(&snapshots, &plans);
-    if json { show::json(&compared) } else { Ok(show::print(&comparison(args, &snapshots, &compared))?) }
-}
-
-/// Read a file of snapshots, one a line.
-fn read(path: &Path) -> Result<Vec<Snapshot>> {
-    let file = File::open(path).with_context(|| format!("Opening {}", path.display()))?;
-    let mut snapshots = Vec::new();
-    for (at, line) in BufReader::new(file).lines().enumerate() {
-        let line = line.with_context(|| format!("Reading {}", path.display()))?;
-        if !line.trim().is_empty() {
-            let snapshot = serde_json::from_str(&line);
-            snapshots.push(snapshot.with_context(|| format!("{}, line {}: no snapshot", path.display(), at + 1))?);
-        }
-    }
-    if snapshots.is_empty() {
-        bail!("{} holds no snapshots: `ballast record` makes such a file", path.display());
-    }
-    Ok(snapshots)
-}
-
-fn comparison(args: &ReplayArgs, snapshots: &[Snapshot], compared: &[Compared]) -> String {
-    let mut text = String::new();
-    let span =
-        snapshots.last().map_or(0, |last| last.at_ms) - snapshots[0].at_ms.min(snapshots[snapshots.len() - 1].at_ms);
-    let _ = writeln!(
-        text,
-        "{} snapshots over {:.1} s, as recorded and under {} (the VMs did not feel its limits: load is as recorded)\n",
-        snapshots.len(),
-        span as f64 / 1e3,
-        args.policy
-    );
-    let mut table = show::table(&["VM", "", ">MEAN", ">LEAST", ">MOST", ">CHANGES", ">MISFIT", ">WORKING SET"]);
-    for vm in compared {
-        let mut row = |name: &str, which: &str, course: &Course, set: String| {
-            let sizes = [course.mean_bytes, course.least_bytes, course.most_bytes].map(show::size);
-            let figures = [show::grouped(course.changes), format!("{:.3}", course.mean_misfit), set];
-            table.add_row([vec![name.to_owned(), which.to_owned()], sizes.into(), figures.into()].concat());
-        };
-        row(&vm.name, "recorded", &vm.recorded, show::size(vm.working_set_bytes));
-        row("", &args.policy.to_string(), &vm.replayed, String::new());
-    }
-    text += &show::lines(&table);
-    let total = |course: fn(&Compared) -> &Course| compared.iter().map(|vm| course(vm).mean_misfit).sum::<f64>();
-    let (was, would) = (total(|vm| &vm.recorded), total(|vm| &vm.replayed));
-    let _ = writeln!(
-        text,
-        "\nmisfit = (working set / limit)^2, mean over time; all VMs: {was:.3} recorded, {would:.3} replayed"
-    );
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_api::policy::{HostSample, Reason, VmSample};
+    use ballast_api::policy::{Reason, VmSample};
     use ballast_base::MIB;
 
     #[test]
@@ -287,21 +181,5 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
-    }
-
-    #[test]
-    fn a_recording_of_one_snapshot_replays_and_nonsense_is_named() {
-        let directory = tempfile::tempdir().expect("directory");
-        let file = directory.path().join("recording");
-        let vm = VmSample { name: "a".into(), id: "1".into(), size_bytes: 64 * MIB, ..VmSample::default() };
-        let host = HostSample { budget_bytes: 32 * MIB, ..HostSample::default() };
-        let snapshot = Snapshot { at_ms: 5, host, vms: vec![vm] };
-        std::fs::write(&file, serde_json::to_string(&snapshot).expect("JSON") + "\n\n").expect("write");
-        let snapshots = read(&file).expect("read");
-        assert_eq!(snapshots, [snapshot]);
-        std::fs::write(&file, "{}\nnonsense\n").expect("write");
-        assert!(format!("{:#}", read(&file).expect_err("no snapshot")).contains("line 1"));
-        std::fs::write(&file, "\n").expect("write");
-        assert!(read(&file).expect_err("empty").to_string().contains("ballast record"));
     }
 }

@@ -9,7 +9,7 @@ use std::str::FromStr;
 
 use anyhow::Result;
 use ballast_api::{Client, LendRequest, PoolPages, PoolRequest, PoolStat};
-use ballast_base::Bytes;
+use ballast_base::{Bytes, Invalid};
 use clap::Subcommand;
 
 use crate::show;
@@ -70,15 +70,16 @@ pub enum Part {
 }
 
 impl FromStr for Part {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         match text.strip_suffix('%').map(|number| number.parse()) {
             Some(Ok(percent @ 1..=100)) => Ok(Self::Percent(percent)),
             Some(_) => Err("write 1% to 100%".into()),
-            None => {
-                text.parse().map(Self::Bytes).map_err(|error: ballast_base::units::ParseBytesError| error.to_string())
-            }
+            None => text
+                .parse()
+                .map(Self::Bytes)
+                .map_err(|error: ballast_base::units::ParseBytesError| error.to_string().into()),
         }
     }
 }
@@ -88,9 +89,9 @@ impl FromStr for Part {
 pub struct Percent(u32);
 
 impl FromStr for Percent {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let number = text.strip_suffix('%').and_then(|number| number.parse().ok());
         number.filter(|percent| (100..=1000).contains(percent)).map(Self).ok_or_else(|| "write 100% to 1000%".into())
     }

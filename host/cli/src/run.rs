@@ -25,7 +25,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::{check_name, shown_name};
-use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, Invalid, PAGE_SIZE};
 use ballast_sys::memfd;
 
 use agent_port::AgentPort;
@@ -86,14 +86,14 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let (mut monitor, mut agent) = (None, None);
     if let Some(qemu) = qemu {
         let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
-        let given = options(&words(&rest)).map_err(|reason| anyhow!(reason))?;
+        let given = options(&words(&rest))?;
         if is_probe(&given) || is_without_machine(&given) {
             // No guest: management programs ask what this QEMU can do.
             return Err(Command::new(&program).args(&args.command[1..]).exec())
                 .with_context(|| format!("Starting {}", program.display()));
         }
         if let Some(tiers) = args.tiers {
-            let edits = tiers.edits(&words(&rest)).map_err(|reason| anyhow!(reason))?;
+            let edits = tiers.edits(&words(&rest))?;
             apply(&mut rest, edits);
         }
         let words = words(&rest);
@@ -102,7 +102,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             (None, true) => Backing::Memfd,
             (None, false) => Backing::AsGiven,
         };
-        let plan = inspect(&words, backing, &is_ram_file).map_err(|reason| anyhow!(reason))?;
+        let plan = inspect(&words, backing, &is_ram_file)?;
         for note in &plan.notes {
             crate::show::say(note);
         }
@@ -121,7 +121,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     }
     check_filter(&program, &rest)?;
     if let Some(name) = &args.name {
-        check_name(&shown_name(name)).map_err(|reason| anyhow!(reason))?;
+        check_name(&shown_name(name))?;
     }
     through::check_programs(&before)?;
     let preload = find_preload()?;
@@ -173,7 +173,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
 ///
 /// # Errors
 /// The reason why it would refuse them.
-pub fn check(words: &[String]) -> Result<Option<String>, String> {
+pub fn check(words: &[String]) -> Result<Option<String>, Invalid> {
     let plan = inspect(words, Backing::Memfd, &is_ram_file)?;
     Ok(plan.notes.into_iter().find(|note| note.contains(PINNED)))
 }
@@ -187,7 +187,7 @@ fn free_pages(args: &RunArgs, program: &str, words: &[String], is_pinned: bool) 
             false => Ok(Reporting::Leave),
         };
     }
-    reporting(args.balloon, program, words, &is_huge_file).map_err(|reason| anyhow!(reason))
+    Ok(reporting(args.balloon, program, words, &is_huge_file)?)
 }
 
 /// Refuse what can be done for QEMU alone, if there is none in the command.

@@ -8,22 +8,15 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
+use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason};
 use ballast_api::{
-    AdoptRequest, AdoptResult, Client, DecisionRecord, EngineTime, Event, FaultCounts, HostStat, Latency, LendRequest,
-    PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage,
-    UpgradeStat, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, AgeBucket, Client, DecisionRecord, EngineTime, Event, FaultCounts, HeatCell, HostStat,
+    Latency, LendRequest, PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat,
+    UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{
-    Adopting, Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve,
-};
-use ballast_heat::record::{Frame, Line, Recorded, Recording};
-use ballast_heat::scripted::Scripted;
-use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
-use ballast_heat::{Phase, Settings};
+use ballast_daemon::http::{Backend, ChangeError, Gate, Histogram, PeerPolicy, serve};
 use ballast_testkit::program::{self, install_script};
 use ballast_testkit::skip;
 use tokio::sync::watch;
@@ -81,17 +74,24 @@ impl Backend for Canned {
         self.vms().into_iter().find(|vm| vm.name == name)
     }
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
-        let recording = Recording::decode(&cycles(0)).expect("ours");
-        let tracker = recording.replay(Settings::default(), |_, _| ());
-        let source = Scripted::default().ability();
-        let heat = ballast_heat::heat(&tracker, Duration::from_secs(30), cells);
-        self.vm(name).map(|vm| VmHeat::new(vm.name, Track::Auto, Some(source).filter(|_| name == "web-1"), &heat))
+        // The first quarter of its memory is hot.
+        let hot = |cell: usize| if cell < cells / 4 { 1.0 } else { 0.0 };
+        self.vm(name).map(|vm| VmHeat {
+            name: vm.name,
+            is_tracked: name == "web-1",
+            cycles: 3,
+            period_ms: 2000,
+            present_bytes: 8 * MIB,
+            wss_bytes: 2 * MIB,
+            wss_huge_bytes: 2 * MIB,
+            wss_span_s: 30.0,
+            ages: vec![AgeBucket { up_to_s: Some(1), bytes: 2 * MIB }, AgeBucket { up_to_s: None, bytes: 6 * MIB }],
+            strip: (0..cells).map(|cell| HeatCell { present: 1.0, hot: hot(cell), age_s: None }).collect(),
+            ..VmHeat::default()
+        })
     }
-    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat> {
+    fn set_track(&self, name: &str, track: bool) -> Option<VmHeat> {
         self.heat(name, 64).map(|heat| VmHeat { track, ..heat })
-    }
-    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
-        self.vm(name).map(|_| cycles(after))
     }
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
         let mut vms = self.0.lock().expect("lock");
@@ -143,43 +143,53 @@ impl Backend for Canned {
     fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
         Vec::new()
     }
-}
-
-/// Three cycles that saw the first of four units touched, without those up to number `after`. The third is always new.
-fn cycles(after: u64) -> Vec<u8> {
-    let line =
-        |unit| Line { unit: UnitId { region: 0, unit }, present: 512, seen: Some(Seen::Coarse { touched: unit == 0 }) };
-    let cycle = |number: u64| {
-        let (begun, ended) = (Duration::from_secs(10 * number - 10), Duration::from_secs(10 * number));
-        let lines = (0..4).map(line).collect();
-        Frame::Cycle(Recorded { number, phase: Phase::Coarse, begun, ended, cost: Cost::default(), lines })
-    };
-    let cycles = (1..=3).filter(|number| *number > after || *number == 3).map(cycle);
-    let frames = std::iter::once(Frame::Layout(vec![4 * 512])).chain(cycles).collect();
-    Recording { source: "scripted".into(), frames }.encode()
-}
-
-fn canned_decision() -> Decision {
-    Decision {
-        name: "web-1".into(),
-        id: "0011".into(),
-        action: Action::Limit,
-        limit_bytes: Some(GIB),
-        before_bytes: Some(2 * GIB),
-        reasons: vec![Reason::Scarce { most_bytes: 4 * GIB, budget_bytes: 3 * GIB }],
+    fn plan(&self, policy: Option<Kind>) -> anyhow::Result<Plan> {
+        let policy = policy.unwrap_or(Kind::Maestro).to_string();
+        Ok(Plan { policy, divided_bytes: 3 * GIB, decisions: vec![canned_decision()], ..Plan::default() })
     }
-}
-
-impl Adopting for Canned {
-    fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, String> {
+    fn policy(&self) -> PolicyStat {
+        PolicyStat {
+            policy: Kind::Maestro,
+            tick_ms: 20,
+            state: Some(HostState::Soft),
+            threshold: 0.04,
+            ..Default::default()
+        }
+    }
+    fn patch_policy(&self, patch: &PolicyPatch) -> anyhow::Result<PolicyStat> {
+        if patch.tick_ms == Some(1) {
+            anyhow::bail!("a tick of 1 ms is out of range");
+        }
+        Ok(PolicyStat {
+            policy: patch.policy.unwrap_or_default(),
+            budget_bytes: patch.budget_bytes.flatten(),
+            ..self.policy()
+        })
+    }
+    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
+        let decision = canned_decision();
+        let sentences = decision.reasons.iter().map(ToString::to_string).collect();
+        let record =
+            DecisionRecord { times: 1, policy: "maestro".into(), decision, sentences, ..DecisionRecord::default() };
+        (name == "web-1").then(|| vec![record])
+    }
+    fn adopt(&self, request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
         match request.pid {
-            Some(pid) => Err(format!("process {pid}: it runs sleep, which is no VMM that Ballast knows")),
+            Some(pid) => anyhow::bail!("process {pid}: it runs sleep, which is no VMM that Ballast knows"),
             None => Ok(AdoptResult { adopted: self.vms().into_iter().take(1).collect(), refused: Vec::new() }),
         }
     }
-}
+    fn upgrade(&self) -> UpgradeStat {
+        let (program, stage) = ("/opt/ballastd".into(), UpgradeStage::Done);
+        UpgradeStat { number: 4, program, stage, vms: 2, checked: 2, moved: 2, took_us: 81_500, ..Default::default() }
+    }
 
-impl Pooling for Canned {
+    fn begin_upgrade(&self, program: Option<String>) -> anyhow::Result<UpgradeStat> {
+        match program.as_deref() {
+            Some("/bad/ballastd") => anyhow::bail!("Running /bad/ballastd engine: No such file or directory"),
+            _ => Ok(UpgradeStat { stage: UpgradeStage::Checking, moved: 0, ..self.upgrade() }),
+        }
+    }
     fn pool(&self) -> PoolStat {
         let node = PoolNode {
             reserved_bytes: 6 * GIB,
@@ -195,11 +205,11 @@ impl Pooling for Canned {
         PoolStat { file_bytes: GIB, nodes: vec![node], vms, notes, metadata_bytes: 4096, ..PoolStat::default() }
     }
 
-    fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, String> {
+    fn reserve_pool(&self, request: &PoolRequest) -> anyhow::Result<PoolStat> {
         let node = |bytes| PoolNode { reserved_bytes: bytes, map: "-".into(), ..PoolNode::default() };
         let of = |bytes| PoolStat { nodes: vec![node(bytes)], notes: vec!["whole".into()], ..PoolStat::default() };
         match (request.node, request.pages) {
-            (Some(node), _) => Err(format!("there is no node {node}; the host has [0]")),
+            (Some(node), _) => anyhow::bail!("there is no node {node}; the host has [0]"),
             (None, PoolPages::Huge) => Ok(self.pool()),
             (None, PoolPages::Gib) => {
                 Ok(PoolStat { gib: request.bytes.map(|bytes| Box::new(of(bytes))), ..self.pool() })
@@ -207,64 +217,21 @@ impl Pooling for Canned {
         }
     }
 
-    fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, String> {
+    fn lend_pool(&self, request: &LendRequest) -> anyhow::Result<PoolStat> {
         let mut pool = self.pool();
         pool.nodes[0].lent_bytes = request.bytes;
         Ok(pool)
     }
 }
 
-impl Upgrades for Canned {
-    fn upgrade(&self) -> UpgradeStat {
-        let (program, stage) = ("/opt/ballastd".into(), UpgradeStage::Done);
-        UpgradeStat { number: 4, program, stage, vms: 2, checked: 2, moved: 2, took_us: 81_500, ..Default::default() }
-    }
-
-    fn begin_upgrade(&self, program: Option<String>) -> Result<UpgradeStat, String> {
-        match program.as_deref() {
-            Some("/bad/ballastd") => Err("Running /bad/ballastd engine: No such file or directory".into()),
-            _ => Ok(UpgradeStat { stage: UpgradeStage::Checking, moved: 0, ..self.upgrade() }),
-        }
-    }
-}
-
-impl Governing for Canned {
-    fn snapshot(&self) -> Snapshot {
-        let vm = VmSample { name: "web-1".into(), id: "0011".into(), size_bytes: 2 * GIB, ..VmSample::default() };
-        let mut vms = self.0.lock().expect("lock");
-        // Each snapshot is a new one.
-        vms[0].pid += 1;
-        Snapshot { at_ms: u64::from(vms[0].pid) * 1000, vms: vec![vm], ..Snapshot::default() }
-    }
-    fn plan(&self, policy: Option<Kind>) -> Result<Plan, String> {
-        let policy = policy.unwrap_or(Kind::Maestro).to_string();
-        Ok(Plan { policy, divided_bytes: 3 * GIB, decisions: vec![canned_decision()], ..Plan::default() })
-    }
-    fn policy(&self) -> PolicyStat {
-        PolicyStat {
-            policy: Kind::Maestro,
-            tick_ms: 20,
-            state: Some(HostState::Soft),
-            threshold: 0.04,
-            ..Default::default()
-        }
-    }
-    fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, String> {
-        if patch.tick_ms == Some(1) {
-            return Err("a tick of 1 ms is out of range".into());
-        }
-        Ok(PolicyStat {
-            policy: patch.policy.unwrap_or_default(),
-            budget_bytes: patch.budget_bytes.flatten(),
-            ..self.policy()
-        })
-    }
-    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
-        let decision = canned_decision();
-        let sentences = decision.reasons.iter().map(ToString::to_string).collect();
-        let record =
-            DecisionRecord { times: 1, policy: "maestro".into(), decision, sentences, ..DecisionRecord::default() };
-        (name == "web-1").then(|| vec![record])
+fn canned_decision() -> Decision {
+    Decision {
+        name: "web-1".into(),
+        id: "0011".into(),
+        action: Action::Limit,
+        limit_bytes: Some(GIB),
+        before_bytes: Some(2 * GIB),
+        reasons: vec![Reason::Scarce { most_bytes: 4 * GIB, budget_bytes: 3 * GIB }],
     }
 }
 
@@ -366,7 +333,7 @@ fn json_everywhere_is_the_api_in_bytes() {
     assert_eq!(json(&["top", "--once"])["vms"][0]["size_bytes"], 2 * GIB);
     assert_eq!(json(&["vm", "limit", "db", "512M"])["limit_bytes"], 512 * MIB);
     assert_eq!(json(&["vm", "limit", "db", "none"])["limit_bytes"], serde_json::Value::Null);
-    assert!(json(&["doctor"])["features"].as_array().is_some_and(|features| features.len() > 20));
+    assert!(json(&["doctor"])["features"].as_array().is_some_and(|features| !features.is_empty()));
 }
 
 #[test]
@@ -389,6 +356,22 @@ fn people_read_tables() {
     for shell in ["bash", "zsh", "fish"] {
         assert!(fine(&daemon.socket, &["completions", shell]).contains("ballast"), "{shell}");
     }
+}
+
+#[test]
+fn a_shell_completes_the_names_of_vms_and_without_a_daemon_none() {
+    let daemon = daemon();
+    let ask = |socket: &Path, words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+        command.env("BALLAST_API", socket).env("BALLAST_COMPLETE", "fish").args(["--", "ballast"]).args(words);
+        let Output { status, stdout, stderr } = command.output().expect("start ballast");
+        assert!(status.success() && stderr.is_empty(), "{status}: {}", String::from_utf8_lossy(&stderr));
+        String::from_utf8(stdout).expect("UTF-8")
+    };
+    assert_eq!(ask(&daemon.socket, &["vm", "stat", "w"]), "web-1\n");
+    assert_eq!(ask(&daemon.socket, &["vm", "limit", "db", "web"]), "web-1\n");
+    assert!(!ask(&daemon.socket, &["policy", "set", ""]).contains("web-1"));
+    assert_eq!(ask(Path::new("/nonexistent"), &["vm", "stat", "w"]), "");
 }
 
 #[test]
@@ -437,7 +420,8 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
     assert!(said.contains("\"policy\": \"pressure\"") && said.contains("\"budget_bytes\": 8589934592"), "{said}");
     let said = fine(&daemon.socket, &["plan", "--policy", "gain"]);
     assert!(said.contains("gain would divide 3 GiB") && said.contains("Nothing was done"), "{said}");
-    assert!(said.lines().any(|line| line.starts_with("web-1  2 GiB  1 GiB")), "{said}");
+    let is_it = |line: &str| line.split_whitespace().take(5).eq(["web-1", "2", "GiB", "1", "GiB"]);
+    assert!(said.lines().any(is_it), "{said}");
     let said = fine(&daemon.socket, &["explain", "web-1"]);
     assert!(said.contains("web-1 may use 1 GiB (before: 2 GiB), by maestro"), "{said}");
     assert!(said.contains("- all VMs may have 4 GiB and there are 3 GiB"), "{said}");
@@ -456,22 +440,6 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
         let (found, _, err) = ballast(&daemon.socket, args);
         assert!(found == code && err.contains(text), "{args:?}: {found} {err}");
     }
-}
-
-#[test]
-fn a_recording_is_replayed_without_a_daemon() {
-    let daemon = daemon();
-    let file = daemon.socket.with_file_name("recording");
-    let path = file.to_str().expect("UTF-8");
-    assert!(fine(&daemon.socket, &["record", path, "--snapshots", "3"]).starts_with("3 snapshots in "));
-    let nowhere = Path::new("/nonexistent/api.sock");
-    let said = fine(nowhere, &["replay", path, "--policy", "maestro"]);
-    assert!(said.starts_with("3 snapshots over 2.0 s, as recorded and under maestro"), "{said}");
-    assert!(said.lines().any(|line| line.starts_with("web-1  recorded")), "{said}");
-    let json = fine(nowhere, &["replay", path, "--policy", "gain", "--json"]);
-    assert!(json.contains("\"snapshots\": 3"), "{json}");
-    let (code, _, err) = ballast(nowhere, &["replay", path, "--policy", "pressure", "--threshold", "7"]);
-    assert!(code == 1 && err.contains("threshold of 7"), "{err}");
 }
 
 #[test]
@@ -503,7 +471,7 @@ fn an_error_is_one_line_with_advice_and_its_own_exit_code() {
             1,
             "Setting the limit of VM web-1: a limit must be at least 2 MiB",
         ),
-        (&daemon.socket, &["vm", "limit", "web-1", "512"], 2, "write a whole number with a unit, such as 512M"),
+        (&daemon.socket, &["vm", "limit", "web-1", "512"], 2, "write a number with a unit, such as 512M"),
         (&daemon.socket, &["vm", "frobnicate"], 2, "frobnicate"),
         (&daemon.socket, &["top"], 2, "--once"),
         (&missing, &["vm", "list"], 4, "is ballastd running?"),
@@ -659,11 +627,10 @@ fn vm_heat_shows_working_set_ages_and_strip() {
     let daemon = daemon();
     let screen = fine(&daemon.socket, &["vm", "heat", "web-1"]);
     let expected = [
-        "web-1: tracked by scripted every 2.0 s; 3 cycles, 0 fine cycles; takes 0.00 % of a CPU and 0.00 % of \
+        "web-1: tracked every 2.0 s; 3 cycles, 0 fine cycles; takes 0.00 % of a CPU and 0.00 % of \
          the guest's time",
         "working set 2 MiB of 8 MiB in DRAM: touched within 30.0 s (2 MiB by huge pages; fine scans of 0 % of those)",
-        "touched within: 50 % 30 s, 75 % 30 s, 90 % 30 s, 95 % 30 s, 99 % 30 s",
-        "generations, youngest first: 2 MiB, 0 B, 0 B, 6 MiB",
+        "older    6 MiB  75.0 %  100.0 %  #######################",
         "|████████████████................................................|",
     ];
     for line in expected {
@@ -672,36 +639,10 @@ fn vm_heat_shows_working_set_ages_and_strip() {
     let heat: VmHeat = serde_json::from_str(&fine(&daemon.socket, &["--json", "vm", "heat", "web-1"])).expect("JSON");
     assert_eq!((heat.cycles, heat.wss_bytes, heat.strip.len()), (3, 2 * MIB, 64));
     assert_eq!(heat.ages.iter().map(|bucket| bucket.bytes).sum::<u64>(), heat.present_bytes);
-    assert!(fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; not tracked now (track auto)\n"));
-    fine(&daemon.socket, &["vm", "heat", "db", "--track", "off"]);
+    assert!(fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; not tracked now (track off)\n"));
+    fine(&daemon.socket, &["vm", "heat", "db", "--track", "on"]);
     assert_eq!(ballast(&daemon.socket, &["vm", "heat", "db", "--track", "maybe"]).0, 2);
     assert_eq!(ballast(&daemon.socket, &["vm", "heat", "web"]).0, 3);
-}
-
-#[test]
-fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
-    let daemon = daemon();
-    let directory = tempfile::tempdir().expect("directory");
-    let path = |name: &str| directory.path().join(name).display().to_string();
-    let (file, png, svg) = (path("web.heat"), path("web.png"), path("web.svg"));
-    fine(&daemon.socket, &["vm", "heat", "web-1", "--record", &file, "--seconds", "1", "--out", &png]);
-    let nobody = Path::new("/nonexistent");
-    let screen = fine(nobody, &["vm", "heat", "--replay", &file, "--out", &svg]);
-    assert!(screen.starts_with("web.heat: 1 cycles; a recording\n"), "{screen}");
-    assert_eq!(&std::fs::read(&png).expect("png")[..4], b"\x89PNG");
-    assert!(std::fs::read_to_string(&svg).expect("svg").contains("1 cycles of scripted"));
-
-    let (code, _, err) = ballast(nobody, &["vm", "heat", "--replay", &file, "--out", &path("web.gif")]);
-    assert!(code == 1 && err.contains("must end in .png or .svg"), "{code} {err}");
-    let mut bytes = std::fs::read(&file).expect("recording");
-    let last = bytes.len() - 1;
-    bytes[last] ^= 1;
-    std::fs::write(&file, &bytes).expect("damage it");
-    let (code, out, err) = ballast(nobody, &["vm", "heat", "--replay", &file]);
-    assert!(code == 1 && out.is_empty(), "{code} {out}");
-    assert!(err.contains("web.heat") && err.contains("frame 2") && err.contains("its checksum is wrong"), "{err}");
-    let (code, _, err) = ballast(&daemon.socket, &["vm", "heat", "db", "--record", &path("db.heat"), "--seconds", "1"]);
-    assert!(code == 1 && err.contains("it is not tracked"), "{code} {err}");
 }
 
 #[test]

@@ -1,19 +1,20 @@
-//! The engine as the API sees it: what the host has, what each VM has (`vm_stat`), and what operators change.
+//! The engine as the API sees it: the host's figures, each VM's (`vm_stat`), and operators' changes.
 //!
-//! Before: `http` asks. After: numbers read from counters, words and files; or a change that is in a VM's state file.
-//! Threads: those of the API. Only bringing all pages of a VM back, and the look before its first limit, take long.
-//! Promise: a change is checked whole before anything is changed, and is in the event list.
+//! Before: `http` asks. After: numbers read from counters, words and files; or a change in a VM's state file.
+//! Threads: those of the API. Only to restore all pages of a VM, and the scan before its first limit, take long.
+//! Promise: a change is checked completely before anything is changed, and is in the event list.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
+use ballast_adopt::swap::Swap;
 use ballast_api::{
     AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest,
     NodeBalloon, PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat,
-    Track, UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
+    UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
 };
 use ballast_base::{Bytes, PAGE_SIZE, wire};
 use ballast_pager::vm::Hold;
@@ -32,9 +33,8 @@ use crate::engine::huge_pages::HugePages;
 use crate::engine::remote::Remote;
 use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
 use crate::engine::vm_settings;
-use crate::http::{self, Backend, ChangeError, Histogram};
+use crate::http::{Backend, ChangeError, Histogram};
 use crate::rules::{Sources, Wanted};
-use crate::tracking;
 
 mod adopted;
 mod said;
@@ -44,12 +44,9 @@ mod why;
 use vm_stat::{bounds, stat};
 use why::Facts;
 
-/// The engine as the API sees it.
 #[derive(Debug)]
 pub struct Shown {
-    /// The VMs.
     pub host: Arc<Host>,
-    /// Decides how much memory each VM may have.
     pub governor: Arc<Governor>,
     /// Starts engines.
     pub keeper: Arc<OwnedFd>,
@@ -57,18 +54,18 @@ pub struct Shown {
 
 impl Shown {
     /// May this VM have this limit, as far as the VM itself is concerned?
-    fn check_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
+    fn check_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> anyhow::Result<()> {
         let Some(limit) = limit else { return Ok(()) };
         let vm = &served.vm;
         if limit < SMALLEST_LIMIT {
-            return Err(format!("a limit of {limit} is below the smallest one, {SMALLEST_LIMIT}"));
+            bail!("a limit of {limit} is below the smallest one, {SMALLEST_LIMIT}");
         }
         if limit < vm.size().bytes() {
             if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
-                return Err(format!("the VM is pinned: {reason}"));
+                bail!("the VM is pinned: {reason}");
             }
             if let Some(reason) = HugePages::now().danger(served) {
-                return Err(reason);
+                bail!(reason);
             }
         }
         Ok(())
@@ -76,7 +73,7 @@ impl Shown {
 
     /// Before the first page of a VM may be evicted, somebody must look for other processes that map its RAM: nobody
     /// does while no page may.
-    fn scan_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
+    fn scan_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> anyhow::Result<()> {
         let vm = &served.vm;
         if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
             return Ok(());
@@ -84,7 +81,7 @@ impl Shown {
         self.governor.request_scan(served)
     }
 
-    /// Change a VM that is known by then.
+    /// Changes a VM; if it is unknown, waits for it until then.
     fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant, facts: &Facts) -> Result<VmStat, ChangeError> {
         if let Some(vm) = self.adopted(name) {
             let stat = adopted::patch(&self.host, &self.governor, &vm, patch)?;
@@ -93,7 +90,7 @@ impl Shown {
         let served = self.host.attached(name, until).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         if let Some(limit) = patch.limit_bytes {
-            self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
+            self.check_limit(&served, limit.map(Bytes))?;
         }
         if patch.balloon.is_some() && vm.agent().shown().state == told::State::NoPort {
             let why = format!("{name} has no port for an agent, which holds the memory (ballast run --agent)");
@@ -103,8 +100,8 @@ impl Shown {
         let sources = Sources::of_word(vm.state.sources()).unwrap_or_default().after(&patch.into());
         let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
-        self.scan_before_first_limit(&served, limit).map_err(ChangeError::Invalid)?;
-        self.governor.change(&self.host, &served, after, limit).map_err(ChangeError::Invalid)?;
+        self.scan_before_first_limit(&served, limit)?;
+        self.governor.change(&self.host, &served, after, limit)?;
         vm.state.set_sources(sources.to_word());
         said::change(&self.host, name, patch.limit_bytes.map(|_| limit), (before, after));
         if let Some(NodeBalloon { node, bytes }) = patch.balloon {
@@ -115,7 +112,6 @@ impl Shown {
         Ok(self.stat_with(&served, facts))
     }
 
-    /// The state of a VM.
     fn stat(&self, served: &Arc<Served>) -> VmStat {
         self.stat_with(served, &self.facts())
     }
@@ -125,9 +121,8 @@ impl Shown {
         VmStat { why: why::of_vm(&stat, facts), ..stat }
     }
 
-    /// The state of an adopted VM.
-    fn adopted_stat(&self, vm: &AdoptedVm, facts: &Facts) -> Option<VmStat> {
-        let stat = adopted::stat(vm, &self.host.adopted)?;
+    fn adopted_stat(&self, vm: &AdoptedVm, facts: &Facts, swap: &Swap) -> Option<VmStat> {
+        let stat = adopted::stat(vm, &self.host.adopted, swap)?;
         Some(VmStat { why: why::of_vm(&stat, facts), ..stat })
     }
 
@@ -137,14 +132,15 @@ impl Shown {
         Facts {
             policy: brief.policy,
             state: brief.state,
+            budget_bytes: brief.budget_bytes,
             store_bytes: self.host.budget.used().0,
             store_budget_bytes: self.host.budget.limit().0,
             troubles: self.host.events.read(|events| why::troubles(events, now)),
         }
     }
 
-    /// Keep a change of these VMs for the next time that they attach. What cannot be kept holds until they end, and a
-    /// warning of their states says so.
+    /// Stores a change of these VMs for the next time that they attach. What cannot be stored holds until they end, and
+    /// a warning in their states says so.
     fn keep_change(&self, names: &[&str], patch: &VmPatch) -> Option<String> {
         if !Wanted::from(patch).says().contains(&true) {
             return None;
@@ -155,7 +151,7 @@ impl Shown {
             Ok(true) => return None,
             Ok(false) => "a VM without a name or UUID of its own is another VM the next time".to_owned(),
             Err(error) => {
-                let text = format!("what was changed of {} is not kept on disk: {error}", names.join(", "));
+                let text = format!("the changes of {} are not stored on disk: {error}", names.join(", "));
                 self.host.events.add(None, "settings-not-kept", text);
                 error.to_string()
             }
@@ -163,7 +159,7 @@ impl Shown {
         Some(format!("{}: {why}", VmStat::NOT_KEPT))
     }
 
-    /// The host, with these VMs: all of them.
+    /// The host, with these VMs, which must be all.
     pub fn host_of(&self, vms: &[VmStat]) -> HostStat {
         let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
         let paged =
@@ -203,74 +199,9 @@ impl Shown {
         HostStat { warnings: why::of_host(&host, vms), ..host }
     }
 
-    /// The adopted VM of this name, unless one that attached has it.
+    /// The adopted VM of this name, unless an attached VM has the name.
     fn adopted(&self, name: &str) -> Option<Arc<AdoptedVm>> {
         self.host.adopted.by_name(name).filter(|_| self.host.by_name(name).is_none())
-    }
-}
-
-impl http::Governing for Shown {
-    fn snapshot(&self) -> Snapshot {
-        self.governor.snapshot(&self.host)
-    }
-
-    fn plan(&self, policy: Option<Kind>) -> Result<Plan, String> {
-        self.governor.dry_run(&self.host, policy)
-    }
-
-    fn put_plan(&self, request: PlanRequest) -> Result<Plan, String> {
-        self.governor.put_plan(&self.host, request)
-    }
-
-    fn policy(&self) -> PolicyStat {
-        self.governor.stat(&self.host)
-    }
-
-    fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, String> {
-        self.governor.set(&self.host, patch)?;
-        Ok(self.governor.stat(&self.host))
-    }
-
-    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
-        let attached = self.host.by_name(name).map(|served| served.vm.state.id().to_string());
-        let id = attached.or_else(|| self.adopted(name).map(|vm| vm.id.clone()))?;
-        Some(self.governor.decisions(&id))
-    }
-}
-
-impl http::Adopting for Shown {
-    fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, String> {
-        adopted::adopt(&self.host, request)
-    }
-
-    fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ChangeError> {
-        adopted::release(&self.host, name, bring_back)
-    }
-}
-
-impl http::Upgrades for Shown {
-    fn upgrade(&self) -> UpgradeStat {
-        self.host.upgrades.stat()
-    }
-
-    fn begin_upgrade(&self, program: Option<String>) -> Result<UpgradeStat, String> {
-        self.host
-            .upgrades
-            .begin(program, |report| scm::send(&*self.keeper, &wire::encode(report), &[]).context("Asking the keeper"))
-    }
-}
-
-impl http::Pooling for Shown {
-    fn pool(&self) -> PoolStat {
-        self.host.pool.stat()
-    }
-
-    fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, String> {
-        self.host.pool.reserve(request)
-    }
-
-    fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, String> {
-        self.host.pool.lend(request)
     }
 }
 
@@ -278,32 +209,30 @@ impl Backend for Shown {
     fn vms(&self) -> Vec<VmStat> {
         let facts = self.facts();
         let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| self.stat_with(served, &facts)).collect();
-        vms.extend(self.host.adopted.all().iter().filter_map(|vm| self.adopted_stat(vm, &facts)));
+        let swap = self.host.adopted.swap();
+        vms.extend(self.host.adopted.all().iter().filter_map(|vm| self.adopted_stat(vm, &facts, &swap)));
         vms
     }
 
     fn vm(&self, name: &str) -> Option<VmStat> {
         let attached = self.host.by_name(name).map(|served| self.stat(&served));
-        attached.or_else(|| self.adopted_stat(&*self.adopted(name)?, &self.facts()))
+        attached.or_else(|| self.adopted_stat(&*self.adopted(name)?, &self.facts(), &Swap::now()))
     }
 
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
         let Some(served) = self.host.by_name(name) else {
-            // The kernel does not say how old its pages are.
+            // The kernel does not report how old its pages are.
             return self.adopted(name).map(|_| VmHeat { name: name.to_owned(), ..VmHeat::default() });
         };
         let (vm, heat) = (&served.vm, &served.vm.heat);
-        Some(VmHeat::new(name.to_owned(), tracking::from_pager(vm.track()), heat.source(), &heat.heat(cells)))
+        Some(VmHeat::new(name.to_owned(), vm.track(), heat.is_tracked(), &heat.heat(cells)))
     }
 
-    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat> {
-        self.host.by_name(name)?.vm.set_track(tracking::to_pager(track));
-        self.host.events.add(Some(name.to_owned()), "track", format!("{name} is tracked: {track}"));
+    fn set_track(&self, name: &str, track: bool) -> Option<VmHeat> {
+        self.host.by_name(name)?.vm.set_track(track);
+        let text = format!("{name} is {}", if track { "tracked" } else { "not tracked" });
+        self.host.events.add(Some(name.to_owned()), "track", text);
         self.heat(name, DEFAULT_CELLS)
-    }
-
-    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
-        Some(self.host.by_name(name)?.vm.heat.cycles_after(after))
     }
 
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
@@ -330,7 +259,7 @@ impl Backend for Shown {
         let vm = &served.vm;
         let was = vm.state.kept();
         match kept {
-            true => self.governor.admit_kept(&self.host, &served).map_err(ChangeError::Invalid)?,
+            true => self.governor.admit_kept(&self.host, &served)?,
             false => vm.state.set_kept(false),
         }
         if kept {
@@ -345,14 +274,14 @@ impl Backend for Shown {
         Ok(self.stat(&served))
     }
 
-    fn kept(&self) -> Result<Vec<KeptVm>, String> {
-        self.host.kept.all().map_err(|error| format!("reading what is kept of VMs: {error}"))
+    fn kept(&self) -> anyhow::Result<Vec<KeptVm>> {
+        self.host.kept.all().context("reading what is kept of VMs")
     }
 
-    fn forget(&self, vm: &str) -> Result<Vec<KeptVm>, String> {
+    fn forget(&self, vm: &str) -> anyhow::Result<Vec<KeptVm>> {
         // It may have had another name when it was changed last.
         let uuid = self.host.by_name(vm).and_then(|served| served.vm.state.uuid());
-        let forgotten = self.host.kept.forget(vm, uuid).map_err(|error| format!("forgetting VM {vm}: {error}"))?;
+        let forgotten = self.host.kept.forget(vm, uuid).with_context(|| format!("forgetting VM {vm}"))?;
         if !forgotten.is_empty() {
             let text = format!("what operators changed of {vm} is forgotten; it holds until the VM ends");
             self.host.events.add(Some(vm.to_owned()), "settings", text);
@@ -399,9 +328,66 @@ impl Backend for Shown {
         };
         stats::Stage::ALL.map(of_all).into()
     }
+
+    fn snapshot(&self) -> Snapshot {
+        self.governor.snapshot(&self.host)
+    }
+
+    fn plan(&self, policy: Option<Kind>) -> anyhow::Result<Plan> {
+        self.governor.dry_run(&self.host, policy)
+    }
+
+    fn put_plan(&self, request: PlanRequest) -> anyhow::Result<Plan> {
+        self.governor.put_plan(&self.host, request)
+    }
+
+    fn policy(&self) -> PolicyStat {
+        self.governor.stat(&self.host)
+    }
+
+    fn patch_policy(&self, patch: &PolicyPatch) -> anyhow::Result<PolicyStat> {
+        self.governor.set(&self.host, patch)?;
+        Ok(self.governor.stat(&self.host))
+    }
+
+    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
+        let attached = self.host.by_name(name).map(|served| served.vm.state.id().to_string());
+        let id = attached.or_else(|| self.adopted(name).map(|vm| vm.id.clone()))?;
+        Some(self.governor.decisions(&id))
+    }
+
+    fn adopt(&self, request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
+        adopted::adopt(&self.host, request)
+    }
+
+    fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ChangeError> {
+        adopted::release(&self.host, name, bring_back)
+    }
+
+    fn upgrade(&self) -> UpgradeStat {
+        self.host.upgrades.stat()
+    }
+
+    fn begin_upgrade(&self, program: Option<String>) -> anyhow::Result<UpgradeStat> {
+        self.host
+            .upgrades
+            .begin(program, |report| scm::send(&*self.keeper, &wire::encode(report), &[]).context("Asking the keeper"))
+    }
+
+    fn pool(&self) -> PoolStat {
+        self.host.pool.stat()
+    }
+
+    fn reserve_pool(&self, request: &PoolRequest) -> anyhow::Result<PoolStat> {
+        self.host.pool.reserve(request)
+    }
+
+    fn lend_pool(&self, request: &LendRequest) -> anyhow::Result<PoolStat> {
+        self.host.pool.lend(request)
+    }
 }
 
-/// The histogram of faults as the metrics page has it: from microseconds to seconds.
+/// The histogram of faults for the metrics page: from microseconds to seconds.
 pub(crate) fn fault_bounds(histogram: &stats::Histogram) -> Histogram {
     bounds(histogram, 1_000..17_000_000_000)
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::check_name;
-use ballast_policy::{Kind, Params, Setup};
+use ballast_policy::{Kind, Setup};
 use ballast_remote::Addr;
 use ballast_sys::{group, meminfo};
 use serde::{Deserialize, Serialize};
@@ -39,36 +39,30 @@ pub enum Compression {
 pub struct Config {
     /// Directory of the sockets `attach.sock` and `api.sock`.
     pub runtime_dir: PathBuf,
-    /// Directory of what operators changed of VMs. `None` is `/var/lib/ballast`, or `state` in a `runtime_dir` that is
+    /// Directory of the operators' changes of VMs. `None` is `/var/lib/ballast`, or `state` in a `runtime_dir` that is
     /// not `/run/ballast`: two daemons share nothing.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub state_dir: Option<PathBuf>,
     /// Most memory the compressed store may use; `None` is half of the host's.
-    #[serde(with = "size", skip_serializing_if = "Option::is_none")]
+    #[serde(with = "size")]
     pub store_budget: Option<Bytes>,
     /// The compression of pages.
     pub compression: Compression,
     /// How long a page stays zapped and watched before it is evicted, in milliseconds.
     pub quarantine_ms: u64,
     /// Members of this group may read the API.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub reader_group: Option<Group>,
     /// Members of this group may attach VMs; without it only root may.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub attach_group: Option<Group>,
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub spill: Option<Spill>,
     /// A cluster on other machines for such pages, if there is no file or it is full.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<Remote>,
     /// Groups of VMs that trust each other and store equal pages once: their members, by name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dedup: BTreeMap<String, Vec<String>>,
-    /// When VMs are tracked.
+    /// Whether VMs are tracked.
     pub heat: Tracking,
-    /// Nodes of fast and of slow memory for VMs; without it their memory stays where the kernel puts it.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Nodes of fast and of slow memory for VMs; without it, the kernel places their memory.
     pub tier: Option<Tiering>,
     /// VMs that were started without Ballast.
     pub adopt: Adopt,
@@ -85,10 +79,8 @@ pub struct Config {
 pub struct Group(pub String);
 
 impl Group {
-    /// Its number; none if no group is set.
-    ///
-    /// # Errors
-    /// This host has no such group. `key` is the setting that names it.
+    /// The group's number; `None` without a group. Fails if this host has no such group; `key` is the setting that
+    /// names it.
     pub fn gid(group: Option<&Self>, key: &str) -> anyhow::Result<Option<u32>> {
         let Some(Self(name)) = group else { return Ok(None) };
         let found = group::id(name).with_context(|| format!("{key}: asking for the group {name:?}"))?;
@@ -100,7 +92,7 @@ impl Group {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Adopt {
-    /// Every VMM of this host, as it starts; else an operator names them.
+    /// Each VMM of this host as it starts; otherwise an operator names them.
     pub all: bool,
 }
 
@@ -113,37 +105,27 @@ pub struct Policy {
     /// Time between decisions, in milliseconds.
     pub tick_ms: u64,
     /// DRAM for all guests together; `None`: as much as the host can spare.
-    #[serde(with = "size", skip_serializing_if = "Option::is_none")]
+    #[serde(with = "size")]
     pub budget: Option<Bytes>,
-    /// Maestro: window over which faults count, in seconds.
-    pub window_s: f64,
     /// Pressure: the share of time a VM may stall, 0 to 1.
     pub threshold: f64,
-    /// Pressure: unused allowance a VM keeps.
-    #[serde(with = "size")]
-    pub watermark: Option<Bytes>,
 }
 
 impl Default for Policy {
     fn default() -> Self {
-        let Setup { policy, tick_ms, params, .. } = Setup::default();
-        let window_s = params.window_ms as f64 / 1e3;
-        let watermark = Some(Bytes(params.watermark_bytes));
-        Self { name: policy, tick_ms, budget: None, window_s, threshold: params.threshold, watermark }
+        let Setup { policy, tick_ms, threshold, .. } = Setup::default();
+        Self { name: policy, tick_ms, budget: None, threshold }
     }
 }
 
 impl Policy {
-    /// The same as the governor's type.
+    /// The settings as the governor's type.
     pub fn setup(&self) -> Setup {
-        let defaults = Params::default();
-        let watermark_bytes = self.watermark.map_or(defaults.watermark_bytes, |watermark| watermark.0);
         Setup {
             policy: self.name,
             tick_ms: self.tick_ms,
             budget_bytes: self.budget.map(|budget| budget.0),
-            // A value out of range becomes 0 or the largest number, which `check` refuses.
-            params: Params { window_ms: (self.window_s * 1e3) as u64, threshold: self.threshold, watermark_bytes },
+            threshold: self.threshold,
         }
     }
 }
@@ -161,21 +143,19 @@ pub struct Spill {
     #[serde(default = "five_minutes")]
     pub after_s: u64,
     /// Bytes that may be written for each VM in a day (UTC); `None` is no limit.
-    #[serde(default, with = "size", skip_serializing_if = "Option::is_none")]
+    #[serde(default, with = "size")]
     pub writes_per_day: Option<Bytes>,
 }
 
-/// A Valkey or Redis cluster that pages go to.
+/// A Valkey or Redis cluster for far pages.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Remote {
     /// Some of its nodes, `HOST:PORT`; they know the others.
     pub nodes: Vec<String>,
-    /// Our user name there.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// User name on the servers.
     pub user: Option<String>,
     /// A file whose first line is the password.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub password_file: Option<PathBuf>,
     /// Replicas that must have a page before it leaves this host.
     #[serde(default = "one")]
@@ -186,8 +166,7 @@ pub struct Remote {
     /// Least time a page is in the compressed store before it is sent, in seconds.
     #[serde(default = "five_minutes")]
     pub after_s: u64,
-    /// Connections are under TLS.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Connections use TLS.
     pub tls: Option<RemoteTls>,
     /// Pages are sealed with a key of their VM before they leave this host.
     #[serde(default)]
@@ -198,16 +177,13 @@ pub struct Remote {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteTls {
-    /// Certificates (PEM) of authorities that sign the servers'.
+    /// Certificates (PEM) of authorities that sign those of the servers.
     pub ca_file: PathBuf,
-    /// Our own certificate (PEM), if servers ask for one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Our certificate (PEM), if servers ask for one.
     pub cert_file: Option<PathBuf>,
     /// Its key.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key_file: Option<PathBuf>,
-    /// The name that servers' certificates are for; without one, the host in each one's address.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// The name in the servers' certificates; without one, the host in each server's address.
     pub name: Option<String>,
 }
 
@@ -255,7 +231,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Is every value in its range?
+    /// Checks the range of each value.
     pub fn validate(&self) -> anyhow::Result<()> {
         ensure!(self.runtime_dir.is_absolute(), "runtime_dir {:?} must be an absolute path", self.runtime_dir);
         ensure!(
@@ -266,7 +242,7 @@ impl Config {
         for (group, members) in &self.dedup {
             ensure!(!members.is_empty(), "dedup.{group} must name a VM at least");
             for member in members {
-                // The name of a VM, or the beginning of names.
+                // The name of a VM, or a prefix of names.
                 let name = member.strip_suffix('*').filter(|name| !name.is_empty()).unwrap_or(member);
                 check_name(name).map_err(|why| anyhow::anyhow!("dedup.{group}: {member:?}: {why}"))?;
             }
@@ -284,7 +260,7 @@ impl Config {
         self.remote.as_ref().map_or(Ok(()), Remote::validate)
     }
 
-    /// The effective values, as a file with the same meaning.
+    /// The effective values, as a file with this meaning.
     pub fn to_toml(&self) -> anyhow::Result<String> {
         Ok(toml::to_string(self)?)
     }
@@ -294,17 +270,14 @@ impl Config {
         self.store_budget.unwrap_or_else(|| Bytes(meminfo::bytes("MemTotal").unwrap_or(2 * GIB) / 2))
     }
 
-    /// The directory of what operators changed of VMs.
+    /// The directory of the operators' changes of VMs.
     pub fn state_dir(&self) -> PathBuf {
         let is_default = self.runtime_dir == Path::new(RUNTIME_DIR);
         let default = || if is_default { STATE_DIR.into() } else { self.runtime_dir.join("state") };
         self.state_dir.clone().unwrap_or_else(default)
     }
 
-    /// The rules for VMs.
-    ///
-    /// # Errors
-    /// This host has no user of a name in one.
+    /// The rules for VMs. Fails if this host has no user of a name in one.
     pub fn rules(&self) -> anyhow::Result<Vec<Rule>> {
         self.vm.iter().map(|(pattern, rule)| rule.rule(pattern)).collect()
     }
@@ -384,17 +357,15 @@ impl RemoteTls {
 /// Sizes as text with a unit.
 mod size {
     use ballast_base::Bytes;
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
     pub fn serialize<S: Serializer>(size: &Option<Bytes>, out: S) -> Result<S::Ok, S::Error> {
-        match size {
-            Some(size) => out.collect_str(&format_args!("{}B", size.0)),
-            None => out.serialize_none(),
-        }
+        size.map(|size| format!("{}B", size.0)).serialize(out)
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Bytes>, D::Error> {
-        String::deserialize(input)?.parse().map(Some).map_err(D::Error::custom)
+        let text = Option::<String>::deserialize(input)?;
+        text.map(|text| text.parse()).transpose().map_err(D::Error::custom)
     }
 }
 
@@ -421,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn what_check_prints_reads_back_as_the_same() {
+    fn the_output_of_check_has_the_same_meaning() {
         let config =
             Config { store_budget: Some(Bytes(5 * GIB)), reader_group: Some(Group("7".into())), ..Config::default() };
         let spill =
@@ -435,14 +406,14 @@ mod tests {
     }
 
     #[test]
-    fn unknown_keys_sizes_without_unit_and_values_out_of_range_are_errors_that_name_them() {
+    fn unknown_keys_and_values_without_unit_or_out_of_range_are_errors_with_the_key() {
         for (text, names) in [
             ("quarantine = 5", "quarantine"),
             ("store_budget = \"512\"", "512"),
             ("quarantine_ms = 0", "quarantine_ms"),
             ("compression = \"lzo\"", "lzo"),
             ("runtime_dir = \"x\"", "runtime_dir"),
-            ("[heat]\ntrack = \"sometimes\"", "sometimes"),
+            ("[heat]\ntrack = \"sometimes\"", "boolean"),
             ("[heat]\ncost_percent = nan", "heat.cost_percent"),
             ("[tier]\nfast_percent = 50", "slow_node"),
             ("[tier]\nslow_node = 0\nfast_percent = 50", "tier.slow_node"),
@@ -475,7 +446,6 @@ mod tests {
             ("[policy]\ntick_ms = 1", "tick"),
             ("[policy]\nthreshold = 0.0", "threshold"),
             ("[policy]\nthreshold = nan", "threshold"),
-            ("[policy]\nwindow_s = -1.0", "window"),
             ("[policy]\nbudget = \"7\"", "7"),
             ("[policy]\nbudget = \"7K\"", "budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nwrites_per_day = \"7\"", "7"),

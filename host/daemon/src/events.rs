@@ -1,6 +1,7 @@
 //! The last events for operators, in memory; each is logged as well.
 //!
-//! Each event has a number that rises, so that a reader can go on where it was. Threads: any.
+//! Each event has a rising number, so that a reader can continue where it was.
+//! Threads: any.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard};
@@ -10,11 +11,11 @@ use ballast_api::Event;
 use ballast_base::text::shown;
 use tokio::sync::watch;
 
-/// Events remembered.
+/// Most events in the list.
 const MOST: usize = 1000;
 /// The kind of a decision of the policy.
 const DECISION: &str = "decision";
-/// Events in one message to another engine: their text is short, a message holds 64 KiB.
+/// Events in one message to another engine: a message holds 64 KiB, and their texts are short.
 const IN_A_MESSAGE: usize = 50;
 
 /// A bounded list of events.
@@ -28,14 +29,13 @@ pub struct Events {
 #[derive(Debug, Default)]
 struct List {
     events: VecDeque<Event>,
-    /// Decisions of the policy, which are many: they push no event out.
+    /// Decisions of the policy, in a separate list, because they are many.
     decisions: VecDeque<Event>,
-    /// Events by kind, also those that are forgotten.
+    /// Events by kind, including those that were dropped.
     counts: BTreeMap<String, u64>,
 }
 
 impl List {
-    /// The next event.
     fn next(&self, vm: Option<String>, kind: &str, message: &str) -> Event {
         let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
         let last = self.events.back().into_iter().chain(self.decisions.back()).map(|event| event.id).max();
@@ -53,7 +53,6 @@ fn add_to(events: &mut VecDeque<Event>, event: Event) {
 }
 
 impl Events {
-    /// Remember one.
     pub fn add(&self, vm: Option<String>, kind: &str, message: String) {
         let mut list = self.lock();
         let event = list.next(vm, kind, &message);
@@ -62,7 +61,7 @@ impl Events {
         *list.counts.entry(kind.to_owned()).or_default() += 1;
     }
 
-    /// Remember a decision of the policy about a VM, which differs from the one before.
+    /// Adds a decision of the policy about a VM that differs from the one before.
     pub fn decided(&self, vm: String, message: String) {
         let mut list = self.lock();
         let event = list.next(Some(vm), DECISION, &message);
@@ -79,7 +78,7 @@ impl Events {
         self.last.subscribe()
     }
 
-    /// How many events of each kind there were, with those of engines before this one that handed them over.
+    /// Events by kind, including those of earlier engines that handed them over.
     pub fn counts(&self) -> BTreeMap<String, u64> {
         self.lock().counts.clone()
     }
@@ -91,7 +90,7 @@ impl Events {
         pieces.chunks(IN_A_MESSAGE).map(|events| serde_json::to_vec(events).expect("events serialise")).collect()
     }
 
-    /// Add the events of an engine before this one, from such a message. They are sorted among this engine's.
+    /// Adds the events of an earlier engine, from one of its messages, sorted among this engine's.
     pub fn add_past(&self, message: &[u8]) -> Result<(), serde_json::Error> {
         let past: Vec<Event> = serde_json::from_slice(message)?;
         let mut list = self.lock();
@@ -106,7 +105,7 @@ impl Events {
         Ok(())
     }
 
-    /// Reads all of them, oldest first, without a copy. Nothing is told until this returns.
+    /// Reads all of them, oldest first, without a copy. No event is added during the call.
     pub fn read<T>(&self, by: impl FnOnce(&VecDeque<Event>) -> T) -> T {
         by(&self.lock().events)
     }
@@ -116,7 +115,7 @@ impl Events {
         self.after(0, false)
     }
 
-    /// Those with a higher number, oldest first; with the policy's decisions, if that is asked for.
+    /// Those with a higher number, oldest first; with the policy's decisions, if requested.
     pub fn after(&self, id: u64, decisions: bool) -> Vec<Event> {
         let list = self.lock();
         let later = |events: &VecDeque<Event>| -> Vec<Event> {
@@ -136,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_engine_remembered_comes_before_what_its_successor_saw() {
+    fn events_of_an_earlier_engine_come_before_those_of_its_successor() {
         let (before, after) = (Events::default(), Events::default());
         (0..120).for_each(|number| before.add(None, "old", number.to_string()));
         std::thread::sleep(std::time::Duration::from_millis(2));
@@ -152,7 +151,7 @@ mod tests {
         assert_eq!(after.after(all[118].id, false), all[119..]);
         assert_eq!(after.counts().into_iter().collect::<Vec<_>>(), [("new".into(), 1), ("old".into(), 120)]);
         after.add_past(b"{").expect_err("no list");
-        after.decided("web".into(), "gain lets it use 1 GiB".into());
+        after.decided("web".into(), "gain: it may use 1 GiB".into());
         assert_eq!((after.list().len(), after.after(0, true).len()), (121, 122));
     }
 }

@@ -1,9 +1,10 @@
-//! The past of the host and of each VM: a ring of samples in a file each, for charts.
+//! The history of the host and of each VM, for charts: a ring of samples in a file each.
 //!
 //! Before: the engine runs. After: the API has a sample for each 10 s of the last hour, and for each minute of the last
 //! day. Files are in the runtime directory, so they outlive an engine, a keeper and an upgrade, and end with the host.
-//! Threads: one writes; any may read. Units: in the names. Promise: a ring takes [`BYTES`] of a tmpfs, and no memory of
-//! this process. A file that is damaged or that another build wrote is begun anew. A failed write costs a sample.
+//! Threads: one writes; any may read. Units: in the names.
+//! Promise: a ring takes [`BYTES`] of a tmpfs, and no memory of this process. A file that is damaged, or of another
+//! build, is started anew. A failed write costs a sample.
 
 use std::collections::HashMap;
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -16,23 +17,19 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use ballast_api::{History, HostStat, VmStat};
 use ballast_base::PAGE_SIZE;
 
-/// The time between two samples.
 pub const STEP: Duration = Duration::from_secs(10);
-/// Samples of the last hour, each of 10 s, and of the last day, each of a minute.
+/// Seconds per sample and number of samples: for the last hour, and for the last day.
 const FINE: (u32, u32) = (10, 360);
 const COARSE: (u32, u32) = (60, 1440);
-/// Length of a sample in a file.
 const SAMPLE: usize = 36;
 const MAGIC: [u8; 8] = *b"blsthst1";
-/// Length of a file.
 pub const BYTES: usize = MAGIC.len() + (FINE.1 + COARSE.1) as usize * SAMPLE;
 const _: () = assert!(BYTES <= 64 << 10);
-/// The file of the host. VMs have their id as the name.
+/// The file of the host. Files of VMs have their ids as names.
 const HOST: &str = "host";
-/// No number.
 const NONE: u32 = u32::MAX;
 
-/// One sample. Sizes are pages.
+/// Sizes are in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     at_unix_s: u32,
@@ -55,7 +52,6 @@ struct Before {
     at_unix_s: u32,
 }
 
-/// All rings.
 #[derive(Debug)]
 pub struct Past {
     dir: PathBuf,
@@ -107,16 +103,13 @@ fn now_s() -> u32 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as u32)
 }
 
-/// The place of a sample's slot in the file.
+/// Offset of a sample's slot in the file.
 fn place((step, count): (u32, u32), first: u32, at_unix_s: u32) -> u64 {
     (MAGIC.len() + (first + at_unix_s / step % count) as usize * SAMPLE) as u64
 }
 
 impl Past {
     /// Rings in this directory, which is made.
-    ///
-    /// # Errors
-    /// It cannot be made.
     pub fn new(dir: PathBuf) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         Ok(Self { dir, before: Mutex::default() })
@@ -174,7 +167,7 @@ impl Past {
         *before = next;
     }
 
-    /// Deletes the rings of VMs that are not among these: those of VMs that ended while no engine ran.
+    /// Deletes the rings of VMs that are not among these, because they ended while no engine ran.
     pub fn keep_only(&self, ids: &[String]) {
         let Ok(entries) = std::fs::read_dir(&self.dir) else { return };
         let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
@@ -183,12 +176,12 @@ impl Past {
         }
     }
 
-    /// Returns the last `minutes` of the host.
+    /// The last `minutes` of the host.
     pub fn of_host(&self, minutes: u64) -> History {
         self.read(HOST, minutes)
     }
 
-    /// Returns the last `minutes` of the VM with this id.
+    /// The last `minutes` of the VM with this id.
     pub fn of_vm(&self, id: &str, minutes: u64) -> History {
         if is_name(id) { self.read(id, minutes) } else { History::default() }
     }
@@ -230,7 +223,7 @@ impl Past {
         let mut history = History { step_s: ring.0, ..History::default() };
         let mut bytes = vec![0; ring.1 as usize * SAMPLE];
         let start = (MAGIC.len() + first as usize * SAMPLE) as u64;
-        // One that is not there has no past.
+        // A missing file has no samples.
         let read = File::open(self.dir.join(name)).and_then(|file| file.read_exact_at(&mut bytes, start));
         if read.is_err() {
             return history;
@@ -257,7 +250,7 @@ impl Past {
     }
 }
 
-/// May it be the name of a file?
+/// Whether it can be the name of a file.
 fn is_name(id: &str) -> bool {
     !id.is_empty()
         && id != HOST
@@ -287,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_back_in_order_also_to_the_next_engine() {
+    fn samples_are_read_in_order_even_by_the_next_engine() {
         let dir = tempfile::tempdir().expect("a directory");
         let now = now_s() / 60 * 60;
         let past = Past::new(dir.path().join("history")).expect("made");
@@ -307,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_ends_with_its_vm_and_a_damaged_file_is_begun_anew() {
+    fn a_ring_ends_with_its_vm_and_a_damaged_file_is_started_anew() {
         let dir = tempfile::tempdir().expect("a directory");
         let past = Past::new(dir.path().to_owned()).expect("made");
         past.add(&HostStat::default(), &[vm("a1", 1, 0), vm("b2", 1, 0)], |_| None);

@@ -1,11 +1,11 @@
-//! What operators changed of VMs, on disk: it outlives a VM's process, engines, and the host's reboot.
+//! Operators' changes of VMs, on disk: they outlive a VM's process, engines, and a reboot of the host.
 //!
-//! Before: an operator changed a VM. After: the VM has the same settings when it attaches again, by its UUID, else by
-//! its name.
-//! Threads: any; one at a time writes. The file is read each time, because the engine that follows another one is there
-//! while that one still writes.
-//! Promise: the file is replaced as a whole, and the new one is on the disk before it has the name: a death in the
-//! middle leaves the old values or the new ones. A file that cannot be understood is moved aside, not overwritten.
+//! Before: an operator changed a VM. After: the VM has these settings when it attaches again, by its UUID, else by its
+//! name.
+//! Threads: any; one at a time writes. The file is read each time, because during an upgrade the other engine may write
+//! it.
+//! Promise: the file is replaced atomically, and the new one is on the disk before it gets the name. A file that cannot
+//! be parsed is moved aside, not overwritten.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -20,16 +20,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::rules::Identity;
 
-/// The file's name.
 const FILE: &str = "vms.json";
 
-/// The contents of the file.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Contents {
     vms: Vec<KeptVm>,
 }
 
-/// The file.
 #[derive(Debug)]
 pub struct KeptSettings {
     dir: PathBuf,
@@ -37,7 +34,7 @@ pub struct KeptSettings {
 }
 
 impl KeptSettings {
-    /// The file in this directory, which is made when something is kept.
+    /// The file in this directory, which is made at the first write.
     pub fn new(dir: &Path) -> Self {
         Self { dir: dir.to_owned(), one: Mutex::new(()) }
     }
@@ -71,29 +68,20 @@ impl KeptSettings {
         File::open(&self.dir)?.sync_all()
     }
 
-    /// All VMs.
-    ///
-    /// # Errors
-    /// The file cannot be read or understood; in the second case it was moved aside.
+    /// All VMs. Fails if the file cannot be read or parsed; in the second case it was moved aside.
     pub fn all(&self) -> io::Result<Vec<KeptVm>> {
         let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(self.read()?.vms)
     }
 
-    /// What an operator changed of this VM; `None` if nothing.
-    ///
-    /// # Errors
-    /// As [`Self::all`].
+    /// The operators' changes of this VM; `None` if there are none. Fails as [`Self::all`].
     pub fn of(&self, vm: &Identity) -> io::Result<Option<VmPatch>> {
         let vms = self.all()?;
         Ok(position(&vms, vm).map(|at| vms[at].settings))
     }
 
-    /// Keep this change of these VMs, in one write. A VM without a UUID whose name is its process's id is left out: the
-    /// next process of that id is another VM. Returns whether all are kept.
-    ///
-    /// # Errors
-    /// The file cannot be read, understood or written.
+    /// Stores this change of these VMs, in one write. A VM without a UUID whose name is a pid is left out, because the
+    /// next process with that pid is another VM. Returns whether all were stored.
     pub fn keep(&self, vms: &[Identity], patch: &VmPatch) -> io::Result<bool> {
         let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
         let mut contents = self.read()?;
@@ -116,10 +104,7 @@ impl KeptSettings {
         Ok(cannot.is_empty())
     }
 
-    /// Forget VMs of this name or UUID, and the one of this other UUID. Returns what was kept of them.
-    ///
-    /// # Errors
-    /// The file cannot be read, understood or written.
+    /// Removes VMs of this name or UUID, and the one of this other UUID. Returns what was stored of them.
     pub fn forget(&self, vm: &str, uuid: Option<Uuid>) -> io::Result<Vec<KeptVm>> {
         let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
         let mut contents = self.read()?;
@@ -135,7 +120,7 @@ impl KeptSettings {
     }
 }
 
-/// Where this VM is: by its UUID, else by its name among those without one.
+/// The index of this VM: by its UUID, else by its name among those without one.
 fn position(vms: &[KeptVm], vm: &Identity) -> Option<usize> {
     let uuid = vm.uuid.map(|uuid| uuid.to_string());
     let by_uuid = uuid.and_then(|uuid| vms.iter().position(|kept| kept.uuid.as_ref() == Some(&uuid)));
@@ -167,7 +152,7 @@ mod tests {
         for (name, bytes) in names.iter().zip(1..) {
             assert_eq!(kept.of(&named(name)).expect("read"), Some(limit(Some(bytes))), "{name}");
         }
-        // It gets a UUID, another name, and is another VM than the next one of its old name.
+        // It gets a UUID and another name, and differs from the next VM with its old name.
         let uuid = "123e4567-e89b-12d3-a456-426614174000".parse().ok();
         let with = Identity { uuid, ..named("db") };
         assert_eq!(kept.of(&with).expect("read"), Some(limit(Some(1))));
@@ -186,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_a_process_id_is_not_kept() {
+    fn a_name_that_is_a_pid_is_not_stored() {
         let dir = tempfile::tempdir().expect("a directory");
         let kept = KeptSettings::new(dir.path());
         let vm = Identity { is_named: false, ..named("vm-77") };
@@ -195,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_damaged_is_moved_aside_and_a_write_leaves_one_file() {
+    fn a_damaged_file_is_moved_aside_and_a_write_leaves_one_file() {
         let dir = tempfile::tempdir().expect("a directory");
         let kept = KeptSettings::new(dir.path());
         kept.keep(&[named("db")], &limit(Some(1))).expect("kept");

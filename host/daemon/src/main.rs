@@ -26,9 +26,6 @@ enum Role {
     /// Started by the keeper with a socket as standard input
     #[command(hide = true)]
     Engine,
-    /// Started by the keeper: could this program be the keeper?
-    #[command(hide = true)]
-    CheckKeeper,
     /// The program that becomes the keeper in an upgrade
     #[command(hide = true)]
     Keeper {
@@ -71,7 +68,6 @@ fn run(args: Args) -> anyhow::Result<()> {
     match args.role {
         None => ballast_keeper::run(ballast_daemon::settings::for_keeper(&config)?),
         Some(Role::Engine) => ballast_daemon::engine::run(),
-        Some(Role::CheckKeeper) => ballast_keeper::check(),
         Some(Role::Keeper { kept, back, because }) => ballast_keeper::follow(&Follow { kept, back, because }),
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);

@@ -1,15 +1,15 @@
-//! Where the settings of a VM come from: its VMM's command line, what an operator changed, rules of the configuration.
+//! The sources of a VM's settings: its VMM's command line, an operator's changes, rules of the configuration.
 //!
 //! Before: a VM attaches for the first time. After: each of its settings has a value and a source. `ballast explain`
-//! shows both.
-//! Units: bytes. Promise: pure. The first source in this order that says something about a setting holds, for each
-//! setting alone: the command line (it has a limit only), the operator, the rules from the most to the least exact.
+//! shows both. Units: bytes.
+//! Promise: pure. For each setting separately, the first source in this order that names it holds: the command line (it
+//! has a limit only), the operator, the rules from the most to the least exact.
 //!
 //! A rule is for a UUID, a name, a name with `*` for any text, `cgroup:PATH` (with `*` as well), or `user:NAME`, in
-//! this order of exactness; of two of one kind, the one with more characters that are no `*` is the more exact one.
+//! this order of exactness; of two of one kind, the one with more characters other than `*` is more exact.
 
 use anyhow::ensure;
-use ballast_api::VmPatch;
+use ballast_api::{SourceKind, VmPatch};
 use ballast_base::{Bytes, Uuid};
 use ballast_policy::settings::{HIGH_SHARES, LOW_SHARES, MAX_HEADROOM_PERCENT, MAX_SHARES, NORMAL_SHARES};
 use ballast_policy::{Class, Settings};
@@ -23,47 +23,38 @@ use crate::engine::served::SMALLEST_LIMIT;
 #[serde(deny_unknown_fields, default)]
 pub struct VmRule {
     /// The limit, as a size with a unit, or `none`.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<String>,
     /// DRAM that is never taken.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub reservation: Option<String>,
     /// DRAM that is taken last.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub protect: Option<String>,
     /// Weight when memory is short.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub shares: Option<Shares>,
     /// Memory beyond the working set.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub headroom_percent: Option<u32>,
-    /// The class.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub class: Option<Class>,
 }
 
-/// Shares, as the configuration has them.
+/// Shares in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Shares {
-    /// A number.
     Number(u32),
     /// `low`, `normal` or `high`.
     Word(String),
 }
 
-/// The same for an engine.
+/// A rule, as an engine gets it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rule {
-    /// The pattern, as the configuration has it.
+    /// The pattern in the configuration.
     pub pattern: String,
     /// The user of a pattern `user:NAME`.
     pub uid: Option<u32>,
-    /// What it says.
     pub wanted: Wanted,
 }
 
-/// What one source says. `None`: nothing.
+/// The settings that one source names; `None`: not named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Wanted {
     /// The limit, or that there is none.
@@ -76,15 +67,11 @@ pub struct Wanted {
     pub shares: Option<Option<u32>>,
     /// Memory beyond the working set.
     pub headroom_percent: Option<u32>,
-    /// The class.
     pub class: Option<Class>,
 }
 
 impl VmRule {
-    /// What it says.
-    ///
-    /// # Errors
-    /// A value is not possible.
+    /// The settings that it names. Fails if a value is impossible.
     pub fn wanted(&self) -> anyhow::Result<Wanted> {
         let size = |key: &str, text: &Option<String>| -> anyhow::Result<Option<Bytes>> {
             let parsed = text.as_ref().map(|text| text.parse::<Bytes>());
@@ -121,17 +108,14 @@ impl VmRule {
             headroom_percent: headroom,
             class: self.class,
         };
-        let alone = settle(None, &[(Source::Rule, wanted)]);
+        let alone = settle(None, &[(SourceKind::Rule, wanted)]);
         match alone.settings.contradiction(u64::MAX, alone.limit.map(|limit| limit.0)) {
             Some(why) => anyhow::bail!("{why}"),
             None => Ok(wanted),
         }
     }
 
-    /// The rule of this pattern.
-    ///
-    /// # Errors
-    /// As [`Self::wanted`]; or this host has no user of that name.
+    /// The rule with this pattern. Fails as [`Self::wanted`], or if this host has no user of that name.
     pub fn rule(&self, pattern: &str) -> anyhow::Result<Rule> {
         let say = |why: String| anyhow::anyhow!("vm.{pattern:?}: {why}");
         let uid = match pattern.strip_prefix("user:") {
@@ -162,20 +146,19 @@ impl From<&VmPatch> for Wanted {
 /// A VM, as rules see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// Its name, as it is shown.
+    /// The name, as shown.
     pub name: String,
-    /// Its operator gave it that name; else it has its process's id, which another VM will have one day.
+    /// An operator gave it that name; otherwise it contains its process's pid, which another VM will have one day.
     pub is_named: bool,
-    /// Its UUID.
     pub uuid: Option<Uuid>,
     /// The user that attached it.
     pub uid: Option<u32>,
-    /// The control groups of its process: one, or one for each hierarchy of version 1.
+    /// The cgroups of its process: one, or one per hierarchy of version 1.
     pub cgroups: Vec<String>,
 }
 
 impl Rule {
-    /// How exactly it is for this VM; `None` if it is not.
+    /// How exactly it matches this VM; `None` if it does not.
     fn rank(&self, vm: &Identity) -> Option<(u8, usize)> {
         let pattern = self.pattern.as_str();
         let exact = pattern.chars().filter(|c| *c != '*').count();
@@ -201,7 +184,7 @@ pub fn for_vm<'a>(rules: &'a [Rule], vm: &Identity) -> Vec<&'a Rule> {
     found.into_iter().map(|(_, rule)| rule).collect()
 }
 
-/// Is this text the pattern, in which `*` is any text?
+/// Whether this text matches the pattern, in which `*` is any text.
 fn fits(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(rest) = text.strip_prefix(parts.next().unwrap_or_default()) else { return false };
@@ -215,60 +198,47 @@ fn fits(pattern: &str, text: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// Where a setting comes from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
-    /// Nobody said anything.
-    #[default]
-    Default,
-    /// The VMM's command line.
-    CommandLine,
-    /// An operator changed it.
-    Operator,
-    /// A rule.
-    Rule,
-}
-
 /// The settings that have a source, in the order of [`Sources`].
 pub const NAMES: [&str; 6] = ["limit", "reservation", "protect", "shares", "headroom", "class"];
 
-/// The source of each setting.
+/// The source of each setting; `None`: no source named it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sources(pub [Source; NAMES.len()]);
+pub struct Sources(pub [Option<SourceKind>; NAMES.len()]);
 
-/// Set in the word of [`Sources`], so that it is not the zero of a state file without one.
+/// Set in the word of [`Sources`], which is 0 in a state file without sources.
 const SETTLED: u64 = 1 << 63;
 
 impl Sources {
-    /// As one word.
+    /// Encodes them in one word.
     pub fn to_word(self) -> u64 {
-        self.0.iter().enumerate().fold(SETTLED, |word, (at, source)| word | (*source as u64) << (2 * at))
+        let number = |source: &Option<SourceKind>| source.map_or(0, |source| source as u64 + 1);
+        self.0.iter().enumerate().fold(SETTLED, |word, (at, source)| word | number(source) << (2 * at))
     }
 
-    /// Those in a word; `None` in one that was never written.
+    /// Decodes a word; `None` for one that was never written.
     pub fn of_word(word: u64) -> Option<Self> {
         let source = |at: usize| match word >> (2 * at) & 3 {
-            0 => Source::Default,
-            1 => Source::CommandLine,
-            2 => Source::Operator,
-            _ => Source::Rule,
+            0 => None,
+            1 => Some(SourceKind::CommandLine),
+            2 => Some(SourceKind::Operator),
+            _ => Some(SourceKind::Rule),
         };
         (word & SETTLED != 0).then(|| Self(std::array::from_fn(source)))
     }
 
-    /// The same after an operator's change.
+    /// The sources after an operator's change.
     #[must_use]
     pub fn after(self, patch: &Wanted) -> Self {
         let mut sources = self.0;
         for (source, is_said) in sources.iter_mut().zip(patch.says()) {
-            *source = if is_said { Source::Operator } else { *source };
+            *source = if is_said { Some(SourceKind::Operator) } else { *source };
         }
         Self(sources)
     }
 }
 
 impl Wanted {
-    /// Which settings it names, in the order of [`NAMES`].
+    /// Whether each of [`NAMES`] is named.
     pub fn says(&self) -> [bool; NAMES.len()] {
         [
             self.limit.is_some(),
@@ -281,23 +251,20 @@ impl Wanted {
     }
 }
 
-/// Values and where they come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settled {
-    /// The limit.
     pub limit: Option<Bytes>,
     /// All other settings.
     pub settings: Settings,
-    /// Their sources.
     pub sources: Sources,
 }
 
-/// The settings of a VM whose VMM's command line has this limit, from sources in the order in which they count.
-pub fn settle(command_line: Option<Bytes>, sources: &[(Source, Wanted)]) -> Settled {
+/// The settings of a VM whose VMM's command line has this limit, from sources in the order of precedence.
+pub fn settle(command_line: Option<Bytes>, sources: &[(SourceKind, Wanted)]) -> Settled {
     let first = Wanted { limit: command_line.map(Some), ..Wanted::default() };
-    let all = || std::iter::once((Source::CommandLine, first)).chain(sources.iter().copied());
+    let all = || std::iter::once((SourceKind::CommandLine, first)).chain(sources.iter().copied());
     let mut settled = Settled { limit: None, settings: Settings::default(), sources: Sources::default() };
-    // The last ones first, so that earlier ones replace them.
+    // In reverse, so that earlier sources replace later ones.
     for (source, wanted) in all().collect::<Vec<_>>().into_iter().rev() {
         let settings = &mut settled.settings;
         wanted.limit.into_iter().for_each(|limit| settled.limit = limit);
@@ -307,7 +274,7 @@ pub fn settle(command_line: Option<Bytes>, sources: &[(Source, Wanted)]) -> Sett
         wanted.headroom_percent.into_iter().for_each(|percent| settings.headroom_percent = percent);
         wanted.class.into_iter().for_each(|class| settings.class = class);
         for (at, is_said) in settled.sources.0.iter_mut().zip(wanted.says()) {
-            *at = if is_said { source } else { *at };
+            *at = if is_said { Some(source) } else { *at };
         }
     }
     settled
@@ -323,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_is_any_text_and_everything_else_is_itself() {
+    fn a_star_matches_any_text_and_everything_else_itself() {
         for (pattern, text) in [
             ("*", ""),
             ("*", "x"),
@@ -385,22 +352,23 @@ mod tests {
             class: Some(Class::BestEffort),
             ..Wanted::default()
         };
-        let both = [(Source::Operator, operator), (Source::Rule, rule)];
+        let both = [(SourceKind::Operator, operator), (SourceKind::Rule, rule)];
         let settled = settle(None, &both);
         assert_eq!(
             (settled.limit, settled.settings.shares, settled.settings.class),
             (None, Some(7), Class::BestEffort)
         );
-        use Source::{CommandLine, Default, Operator, Rule};
-        assert_eq!(settled.sources.0, [Operator, Default, Default, Operator, Default, Rule]);
+        let [command_line, operator, rule] =
+            [SourceKind::CommandLine, SourceKind::Operator, SourceKind::Rule].map(Some);
+        assert_eq!(settled.sources.0, [operator, None, None, operator, None, rule]);
         let settled = settle(Some(Bytes(5)), &both);
-        assert_eq!((settled.limit, settled.sources.0[0]), (Some(Bytes(5)), CommandLine));
+        assert_eq!((settled.limit, settled.sources.0[0]), (Some(Bytes(5)), command_line));
         assert_eq!(Sources::of_word(settled.sources.to_word()), Some(settled.sources));
         assert_eq!(
             (Sources::of_word(0), Sources::of_word(Sources::default().to_word())),
             (None, Some(Sources::default()))
         );
         let changed = settled.sources.after(&Wanted { class: Some(Class::Guaranteed), ..Wanted::default() });
-        assert_eq!(changed.0, [CommandLine, Default, Default, Operator, Default, Operator]);
+        assert_eq!(changed.0, [command_line, None, None, operator, None, operator]);
     }
 }

@@ -1,9 +1,9 @@
 //! Fast and slow memory of the host: the table `[tier]` of the settings.
 //!
 //! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it, and the VM's tracking
-//! worker moves its memory between the two nodes.
-//! Units: numbers of nodes, percent, MiB a second. Promise: a node that the host does not have is an error at the start
-//! of the keeper that names it and those that there are.
+//! worker moves its memory between the two nodes. Units: numbers of nodes, percent, MiB a second.
+//! Promise: a node that the host does not have is an error at the start of the keeper that names it and the existing
+//! ones.
 
 use std::path::Path;
 
@@ -11,21 +11,19 @@ use anyhow::{Context, ensure};
 use ballast_pager::vm::tuning::HostTiers;
 use serde::{Deserialize, Serialize};
 
-/// Nodes that have memory, as the kernel lists them: `0-1,3`.
+/// Nodes with memory, as the kernel lists them: `0-1,3`.
 const WITH_MEMORY: &str = "/sys/devices/system/node/has_memory";
 
 /// The settings of tiers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tiering {
-    /// The node of fast memory.
     #[serde(default)]
     pub fast_node: u32,
-    /// The node of slow memory.
     pub slow_node: u32,
     /// Most of a VM's memory on the fast node, in percent of its size.
     pub fast_percent: u32,
-    /// Most memory of a VM moved each way in a second.
+    /// Most memory of a VM that is moved each way in a second.
     #[serde(default = "quarter_gib")]
     pub mib_per_s: u64,
 }
@@ -35,7 +33,7 @@ const fn quarter_gib() -> u64 {
 }
 
 impl Tiering {
-    /// Is every value in its range?
+    /// Checks the range of each value.
     pub fn validate(&self) -> anyhow::Result<()> {
         let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
         ensure!(fast_node != slow_node, "tier.slow_node = {slow_node} is the fast node as well");
@@ -44,7 +42,7 @@ impl Tiering {
         Ok(())
     }
 
-    /// Does this host have the nodes?
+    /// Checks that this host has the nodes.
     pub fn find_nodes(&self) -> anyhow::Result<()> {
         let text = std::fs::read_to_string(Path::new(WITH_MEMORY)).context("tier: asking for the host's nodes")?;
         self.are_in(text.trim())
@@ -64,7 +62,7 @@ impl Tiering {
         Ok(())
     }
 
-    /// The same for the pager.
+    /// The settings for the pager.
     pub fn to_pager(self) -> HostTiers {
         let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
         HostTiers { fast_node, slow_node, fast_percent, mib_per_s }
@@ -78,7 +76,7 @@ mod tests {
     const TIERING: Tiering = Tiering { fast_node: 0, slow_node: 2, fast_percent: 50, mib_per_s: 1 };
 
     #[test]
-    fn a_node_that_is_missing_is_named_with_those_that_there_are() {
+    fn a_missing_node_is_named_with_the_existing_ones() {
         assert!(TIERING.are_in("0-2").is_ok() && TIERING.are_in("0,2").is_ok());
         let error = TIERING.are_in("0-1,3").expect_err("no node 2").to_string();
         assert_eq!(error, "tier.slow_node = 2: the host has no such node with memory; it has 0-1,3");

@@ -1,7 +1,7 @@
 //! Adopted VMs in a real daemon: limits, refusals, states, and deaths of the engine.
 //!
-//! The VMM is `host/adopt/tests/vmm.c` under the name of one: guest RAM that verifies itself. Needs `cc`; limits need
-//! root and zram. Other VMMs of the host may be adopted meanwhile, never limited.
+//! The VMM is `host/adopt/tests/vmm.c`, named like one: guest RAM that verifies itself. Needs `cc`; limits need root
+//! and zram. Other VMMs of the host may be adopted during the tests, but never limited.
 
 mod common;
 
@@ -18,7 +18,7 @@ use ballast_testkit::swap::Swap;
 use common::guest::Guest;
 use common::{Daemon, kill, until};
 
-/// Made once for all tests of this program, so it is in cargo's directory: a static is never dropped.
+/// Made once for all tests of this program, in cargo's directory, because a static is never dropped.
 fn program() -> Option<&'static Path> {
     static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let make = || {
@@ -52,7 +52,7 @@ impl Vmm {
         Some(Self { child, says })
     }
 
-    /// Have it do something. Returns the number of words that were wrong.
+    /// Makes it do something. Returns the number of wrong words.
     fn tell(&mut self, what: &str) -> u64 {
         writeln!(self.child.stdin.as_mut().expect("piped"), "{what}").expect("it listens");
         let mut line = String::new();
@@ -76,7 +76,7 @@ fn by_pid(vmm: &Vmm) -> AdoptRequest {
     AdoptRequest { pid: Some(vmm.child.id()), ..AdoptRequest::default() }
 }
 
-/// What the daemon says of a VM, after a check that it adds up.
+/// The daemon's figures of a VM, which must add up.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes;
@@ -84,12 +84,12 @@ fn stat(daemon: &Daemon, name: &str) -> VmStat {
     vm
 }
 
-/// Wait until a VM is at its limit.
+/// Waits until a VM is at its limit.
 fn is_held(daemon: &Daemon, name: &str, limit: u64) {
     until("it is at its limit", || stat(daemon, name).resident_bytes <= limit);
 }
 
-/// Adopt a VM and fill all of its memory.
+/// Adopts a VM and fills all of its memory.
 fn adopted(daemon: &Daemon, name: &str) -> Option<Vmm> {
     let mut vmm = Vmm::start(name)?;
     vmm.tell("fill 64");
@@ -151,12 +151,12 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
     is_held(&daemon, "one", 16 * MIB);
     daemon.api.set_limit("other", Some(16 * MIB)).expect("a limit");
     is_held(&daemon, "other", 16 * MIB);
-    // A third one's limit could need more than there is.
+    // The limit of a third VM could need more swap than there is.
     let Some(third) = adopted(&daemon, "third") else { return };
     let refused = daemon.api.set_limit("third", Some(MIB)).expect_err("no room").to_string();
     assert!(refused.contains("159 MiB of swap"), "{refused}");
     daemon.api.set_limit("third", Some(60 * MIB)).expect("that fits");
-    // Something else fills swap.
+    // Another process fills swap.
     let mut filler = Vmm::start("filler").expect("a program");
     filler.tell("fill 64");
     let found = ballast_adopt::Adopted::new(ballast_adopt::look(filler.child.id()).expect("found")).expect("adopted");
@@ -168,10 +168,10 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
     });
     daemon.api.set_limit("other", Some(8 * MIB)).expect_err("no room for more");
     until("it says so", || {
-        // What comes back makes room, which the other one takes.
+        // Restored memory makes room, which the other VM takes.
         let _ = found.step(8 * MIB);
         other.tell("touch 0 64");
-        // What the guest touches and what the filler gives up take turns, so a state lasts for a moment.
+        // The guest's touches and the filler's steps alternate, so a state is short.
         let vm = stat(&daemon, "other");
         vm.status == VmStatus::Blocked && vm.status_reason.is_some_and(|why| why.contains("swap is full"))
     });
@@ -184,7 +184,7 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
 }
 
 #[test]
-fn what_cannot_be_adopted_is_refused_and_what_is_stays_as_it_was() {
+fn a_process_that_cannot_be_adopted_is_refused_and_an_adopted_vm_stays_as_it_was() {
     let daemon = Daemon::start("");
     let adopt = |request: &AdoptRequest| daemon.api.adopt(request).map(|result| result.adopted.len());
     let refused = |request: &AdoptRequest| adopt(request).expect_err("refused").to_string();
@@ -207,7 +207,7 @@ fn what_cannot_be_adopted_is_refused_and_what_is_stays_as_it_was() {
     assert_eq!(adopt(&by_pid(&other)).expect("under another name"), 1);
     assert_eq!(stat(&daemon, &format!("vm-{}", other.child.id())).size_bytes, 64 * MIB);
     assert!(daemon.api.restore("twice").expect_err("adopted").to_string().contains("is adopted"));
-    assert_eq!(daemon.api.heat("twice", 4).expect("no heat").source, None);
+    assert!(!daemon.api.heat("twice", 4).expect("no heat").is_tracked);
     assert!(daemon.api.metrics().expect("metrics").contains("domain=\"twice\""));
 
     let last = daemon.api.release("twice", false).expect("released");
@@ -218,7 +218,7 @@ fn what_cannot_be_adopted_is_refused_and_what_is_stays_as_it_was() {
 }
 
 #[test]
-fn a_host_without_swap_refuses_limits_and_pinned_memory_says_why() {
+fn a_host_without_swap_refuses_limits_and_pinned_memory_is_reported() {
     let daemon = Daemon::start("");
     let Some(mut vmm) = adopted(&daemon, "lock") else { return };
     if ballast_adopt::swap::Swap::now().total == 0 {
@@ -247,7 +247,7 @@ fn with_adopt_all_vms_are_adopted_as_they_start_except_those_that_were_released(
     let Some(mut vmm) = Vmm::start("comes") else { return };
     vmm.tell("fill 32");
     until("it is adopted", || daemon.api.vm("comes").is_ok());
-    // Other VMMs of this host are none of this test's business.
+    // Other VMMs of this host are not limited.
     daemon.api.set_limit("comes", Some(8 * MIB)).expect("a limit");
     is_held(&daemon, "comes", 8 * MIB);
     daemon.api.release("comes", true).expect("released");

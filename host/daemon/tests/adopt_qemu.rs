@@ -1,7 +1,7 @@
-//! The real thing: unmodified QEMU with `-m` only, a Debian kernel and Redis, started before ballastd and adopted.
+//! End to end: unmodified QEMU with `-m` only, a Debian kernel and Redis, started before ballastd and adopted.
 //!
 //! Needs root, zram, QEMU and the guest image of `scripts/guest-image.sh`.
-//! Promise: "verified" means that every byte of every key was read back through the guest and compared.
+//! Promise: "verified" means that each byte of each key was read back through the guest and compared.
 
 mod common;
 
@@ -17,14 +17,14 @@ use ballast_testvm::qemu::{QemuGuest, qemu_missing};
 
 use common::{Daemon, missing, until};
 
-/// A boot under TCG beside a busy test run.
+/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// What one key holds, and how many there are: 48 MiB.
+/// Bytes per key, and number of keys: 48 MiB.
 const VALUE: usize = 16 << 10;
 const KEYS: usize = 3072;
 const NAMES: [&str; 3] = ["plain-a", "plain-b", "plain-c"];
 
-/// What the daemon says of a VM, after a check that it adds up.
+/// The daemon's figures of a VM, which must add up.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes;
@@ -37,7 +37,7 @@ fn target(daemon: &Daemon, name: &str) -> u64 {
 }
 
 #[test]
-fn three_plain_qemu_guests_are_adopted_and_a_policy_moves_memory_to_the_one_that_works() {
+fn three_plain_qemu_guests_are_adopted_and_a_policy_moves_memory_to_the_busy_one() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -58,7 +58,7 @@ fn three_plain_qemu_guests_are_adopted_and_a_policy_moves_memory_to_the_one_that
 
     let daemon = Daemon::start("");
     for (name, guest) in NAMES.iter().zip(&guests) {
-        // By pid: another test may have guests of its own.
+        // By pid, because other tests may have guests.
         let request = AdoptRequest { pid: Some(guest.pid()), ..AdoptRequest::default() };
         let result = daemon.api.adopt(&request).expect("adopted");
         assert_eq!((result.adopted[0].name.as_str(), result.adopted[0].size_bytes), (*name, 256 * MIB));
@@ -72,7 +72,7 @@ fn three_plain_qemu_guests_are_adopted_and_a_policy_moves_memory_to_the_one_that
     for (name, limit) in NAMES.iter().zip(&held) {
         until("it is at its limit", || stat(&daemon, name).resident_bytes <= *limit);
     }
-    // Under load the kernel brings pages back at once; a limit is held by steps that follow.
+    // Under load the kernel restores pages at once; the next steps restore the limit.
     let mix = Mix { duration: Duration::from_secs(3), ..Mix::default() };
     std::thread::scope(|scope| {
         let load = scope.spawn(|| throughput(guests[0].redis_addr(), &mut data[0], &mix).expect("it serves"));

@@ -1,8 +1,8 @@
-//! Attacks of a hostile agent while its guest's threads write and check every byte: false reports of all RAM, messages
-//! of random bytes, messages again and in another order, and numbers that no guest has.
+//! Attacks of a hostile agent while its guest's threads write and check each byte: false reports of all RAM, random
+//! messages, repeated and reordered messages, and impossible numbers.
 //!
-//! What is asserted is that no byte is lost, that faults are served meanwhile, that no worker panics, and that what the
-//! API shows stays bounded.
+//! The tests check that no byte is lost, that faults are served, that no worker panics, and that the figures in the API
+//! stay bounded.
 
 mod common;
 
@@ -22,12 +22,11 @@ use common::agent::{
 use common::raw::{Ram, no_uffd};
 use common::{Daemon, QUICK, until};
 
-/// Words of a page.
 const WORDS: usize = PAGE_SIZE / 8;
-/// Messages whose processing needs no new tokens, and some more.
+/// Messages that need no new tokens, and some more.
 const MESSAGES: u64 = 200;
 
-/// A thread of the guest: writes all words of its pages, page by page in random order, and checks them before.
+/// A thread of the guest: checks and then writes all words of its pages, page by page in random order.
 fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&AtomicBool, &AtomicU64)) {
     let pages: Vec<u64> = (0..PAGES).filter(|page| page % threads == thread && !NONCES.contains(page)).collect();
     let mut rounds = vec![0; pages.len()];
@@ -54,7 +53,7 @@ fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&Atom
     pages.iter().zip(&rounds).for_each(|(page, round)| check(*page, *round));
 }
 
-/// Runs this while two threads of the guest write and check; it is given how many pages they have checked.
+/// Runs this while two threads of the guest write and check; it gets the number of checked pages.
 fn while_written(ram: &Ram, run: impl FnOnce(&AtomicU64)) {
     let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -67,13 +66,13 @@ fn while_written(ram: &Ram, run: impl FnOnce(&AtomicU64)) {
     });
 }
 
-/// A report of all of the guest's memory as cold, with this in it.
+/// A report that all of the guest's memory is cold and of this kind.
 fn all_cold(kind: Kind) -> Vec<Run> {
     [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind, level: COLD }).to_vec()
 }
 
 #[test]
-fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write_it_loses_no_byte() {
+fn a_guest_that_reports_all_of_its_memory_as_free_while_it_writes_loses_no_byte() {
     if no_uffd() {
         return;
     }
@@ -84,7 +83,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
     while_written(&ram, |checked| {
         daemon.api.set_limit("all-free", Some(48 * MIB)).expect("limit");
-        // What it took counts as far as it is to hold something.
+        // What it reports as held counts up to what it should hold.
         let balloon = Some(NodeBalloon { node: 0, bytes: PAGES * PAGE_SIZE as u64 });
         daemon.api.patch_vm("all-free", &VmPatch { balloon, ..VmPatch::default() }).expect("it has a port");
         while !matches!(fake.hear(), Some(ToGuest::Balloon { node: 0, pages: PAGES })) {}
@@ -112,7 +111,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
 }
 
 #[test]
-fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_it_is_held_to_its_limit() {
+fn a_guest_that_reports_all_of_its_memory_as_its_kernels_is_held_to_its_limit() {
     if no_uffd() {
         return;
     }
@@ -136,10 +135,10 @@ fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_i
     no_worker_panicked(&daemon);
 }
 
-/// A message with a valid sum and session, and a random body, or a valid body with some bytes changed.
+/// A message with a valid checksum and session, and a random body, or a valid body with some changed bytes.
 fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
     let tick = Tick { nodes: vec![Node::default(); 3], note: "a note".into(), ..Tick::default() };
-    let whole = match random.index(6) {
+    let whole = match random.index(5) {
         0 => ToHost::Tick(tick),
         1 => ToHost::Report {
             number: random.index(3) as u32,
@@ -147,11 +146,10 @@ fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
             runs: vec![run(0, 9, COLD); 9],
         },
         2 => ToHost::Proof(vec![Run::of(random.index(PAGES as usize) as u64, 1)]),
-        3 => ToHost::Free { id: 1, runs: vec![run(HIGH, 9, COLD)] },
-        4 => ToHost::Taken { node: u32::MAX, runs: vec![run(HIGH, u32::MAX, COLD)] },
+        3 => ToHost::Taken { node: u32::MAX, runs: vec![run(HIGH, u32::MAX, COLD)] },
         _ => ToHost::Hello { agent: "x".into(), kernel: "y".into() },
     };
-    let (whole, kind) = (whole.frame(session), random.index(9) as u16);
+    let (whole, kind) = (whole.frame(session), random.index(8) as u16);
     let mut body = whole[ballast_messages::frame::HEADER..].to_vec();
     if random.index(2) == 0 {
         body = (0..random.index(300)).map(|_| random.index(256) as u8).collect();
@@ -164,7 +162,7 @@ fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
 }
 
 #[test]
-fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_lose_no_byte() {
+fn random_and_repeated_messages_are_counted_and_lose_no_byte() {
     if no_uffd() {
         return;
     }
@@ -185,7 +183,7 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
     }
     let before = agent_of(&daemon, "random").messages;
     fake.stream.write_all(&said).expect("the engine listens");
-    // A message that was torn swallows up to 64 KiB.
+    // A torn message swallows up to 64 KiB.
     fake.stream.write_all(&[0; 70 << 10]).expect("the engine listens");
     until("all of it was read", || {
         fake.stay_alive();
@@ -195,14 +193,14 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
     assert!(agent_of(&daemon, "random").rejected_messages > 0);
     until("its memory is paged", || daemon.vm("random").resident_bytes <= 32 * MIB);
 
-    // Each page of RAM in a part, the last part first, and parts of two reports in turn: what is said last counts.
+    // Each page of RAM in a part, the last part first, and parts of two reports in turn: the last report counts.
     fake.say(&ToHost::Report { number: 70, last: true, runs: vec![run(0, 1, COLD)] });
     for number in [71, 72, 71, 72] {
         fake.say(&ToHost::Report { number, last: false, runs: vec![run(0, 1, COLD); 10] });
     }
     let (old, whole) = (fake.session, ToHost::Report { number: 73, last: true, runs: vec![run(5, 1, COLD); MAX_RUNS] });
     drop(fake);
-    // All of an old session, again.
+    // Everything of an old session again.
     let mut fake = Fake::accept(&port);
     let before = agent_of(&daemon, "random");
     for _ in 0..20 {
@@ -216,12 +214,12 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
 }
 
 #[test]
-fn a_guest_that_has_a_new_node_in_each_message_and_numbers_without_sense_fills_no_table() {
+fn a_guest_with_a_new_node_in_each_message_and_impossible_numbers_fills_no_table() {
     if no_uffd() {
         return;
     }
     let _one = one_at_a_time();
-    // A policy asks for a balloon in each node that it is told of.
+    // A policy asks for a balloon in each node that it knows.
     let daemon = Daemon::start(&format!("{QUICK}[policy]\nname = \"gain\"\n"));
     let port = Port::new();
     let ram = Ram::new(PAGES);

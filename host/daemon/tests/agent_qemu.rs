@@ -1,7 +1,7 @@
 //! The agent in a real guest: Debian's 6.12 kernel under unmodified QEMU and `ballast run --agent`.
 //!
-//! Needs QEMU and the image of `scripts/agent-image.sh`. Under TCG a boot takes ten seconds or more, so one boot
-//! carries all claims. What the guests do is in `scripts/guest/agent-test`, `free-test` and `tier-test`.
+//! Needs QEMU and the image of `scripts/agent-image.sh`. Under TCG a boot takes ten seconds or more, so one boot serves
+//! several claims. The programs in the guests are `scripts/guest/agent-test`, `free-test` and `tier-test`.
 
 mod common;
 
@@ -15,7 +15,7 @@ use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
 use common::{Daemon, missing, until};
 
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// A guest that `ballast run --agent` with these options has booted.
+/// A guest booted by `ballast run --agent` with these options.
 fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Builder) -> QemuGuest {
     let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     let (ballast, attach) = (ballast.to_string_lossy(), daemon.attach_socket());
@@ -29,11 +29,11 @@ fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Build
 }
 
 #[test]
-fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_come_again() {
+fn a_debian_guest_reports_cold_memory_which_goes_and_the_agent_may_die_and_return() {
     if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
-    let daemon = Daemon::start("quarantine_ms = 500\n[heat]\ntrack = \"auto\"\n");
+    let daemon = Daemon::start("quarantine_ms = 500\n");
     let mut guest = booted(&daemon, &[], |guest| guest.memory(Bytes(256 * MIB)).run("agent-test"));
     let agent = || daemon.vm("guest").agent.unwrap_or_default();
     let until_reporting = |what: &str, is: &dyn Fn(&AgentStat) -> bool| {
@@ -51,8 +51,6 @@ fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_com
     let limit = before.resident_bytes - 64 * MIB;
     daemon.api.set_limit("guest", Some(limit)).expect("limit");
     until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
-    let heat = daemon.api.heat("guest", 1).expect("heat");
-    assert!(heat.source.is_none() || agent().state != AgentState::Reporting, "{heat:?}");
 
     guest.tell("kill the agent").expect("its console");
     let reports = agent().reports;
@@ -64,7 +62,7 @@ fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_com
 }
 
 #[test]
-fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
+fn memory_that_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
@@ -81,7 +79,7 @@ fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     let after = daemon.vm("guest");
     assert_eq!((after.far_bytes, after.zero_bytes, after.reclaim.zapped_pages), (0, 0, 0), "{after:?}");
 
-    // What the guest keeps is evicted as ever, and comes back.
+    // Memory that the guest keeps is evicted and restored as usual.
     let limit = after.resident_bytes - 48 * MIB;
     daemon.api.set_limit("guest", Some(limit)).expect("limit");
     until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
@@ -90,7 +88,7 @@ fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
 }
 
 #[test]
-fn the_port_of_a_qemu_in_network_and_pid_namespaces_of_its_own_reaches_the_engine() {
+fn the_port_of_a_qemu_in_its_own_network_and_pid_namespaces_reaches_the_engine() {
     let is_root = rustix::process::geteuid().is_root();
     if missing("qemu", qemu_missing()) || missing("root", (!is_root).then_some("for namespaces")) {
         return;
@@ -119,7 +117,7 @@ fn the_port_of_a_qemu_that_goes_into_the_background_reaches_the_engine() {
     }
     let daemon = Daemon::start("");
     let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    // As Proxmox starts it, but for its `-id`, which is an option of its own QEMU.
+    // As Proxmox starts it, except for its `-id`, an option of its own QEMU.
     let uuid = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
     let line = "run --agent --add-memory-backend -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S \
                 -nodefaults -display none -accel tcg -smp 1,sockets=1,cores=1,maxcpus=1 -m 64 \
@@ -145,7 +143,7 @@ fn balloon(node: u32, bytes: u64) -> VmPatch {
 }
 
 #[test]
-fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
+fn a_guest_with_tiers_moves_hot_memory_to_the_fast_one_and_the_host_learns_it() {
     if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
@@ -158,31 +156,31 @@ fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
     let vm = daemon.vm("guest");
     let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / MIB).collect();
     assert_eq!(sizes, [256, 384], "a backend for each tier");
-    // The agent tells it once a second.
+    // The agent reports it once a second.
     let tiering = || daemon.vm("guest").agent.and_then(|agent| agent.tiering).unwrap_or_default();
     until("what it moved is told", || {
         let tiering = tiering();
         tiering.promoted_bytes > 0 && tiering.fast_hits_bp.is_some_and(|share| share > 5_000)
     });
     let tiering = tiering();
-    assert_eq!((tiering.state, tiering.source.as_str(), tiering.programs), (TieringState::Working, "damon", 1));
+    assert_eq!((tiering.state, tiering.programs), (TieringState::Working, 1));
     let nodes: Vec<(u32, Option<u32>)> = tiering.tiers.iter().map(|tier| (tier.node, tier.latency_ns)).collect();
     assert_eq!(nodes, [(0, Some(69)), (1, Some(177))]);
     assert!(tiering.managed_bytes >= 256 * MIB && tiering.demoted_bytes > 0, "{tiering:?}");
 
-    // The composition changes while the guest runs: a part of the slow node is the host's.
+    // The composition changes while the guest runs: a part of the slow node belongs to the host.
     let held = |node: usize| daemon.vm("guest").agent.map_or(1, |agent| agent.nodes[node].balloon_bytes);
     daemon.api.patch_vm("guest", &balloon(1, 96 * MIB)).expect("it has an agent");
     until("the agent holds it, to the page", || held(1) == 96 * MIB);
     assert_eq!(held(0), 0, "the other node keeps all");
 
-    // The program fills the fast node: tiering moves the coldest of its memory away first.
+    // The program fills the fast node: tiering first moves the coldest memory away.
     daemon.api.patch_vm("guest", &balloon(0, 48 * MIB)).expect("it has an agent");
     until("the agent holds a part of the fast node, too", || held(0) == 48 * MIB);
     daemon.api.patch_vm("guest", &balloon(0, 0)).expect("it has an agent");
     until("the guest has that part back", || held(0) == 0);
 
-    // What it holds is zeros, and goes first. Free memory that the guest gives back meanwhile makes room, too.
+    // Memory that the agent holds is zeros, and is evicted first. Free memory that the guest returns makes room, too.
     until("half of it is far", || {
         let vm = daemon.vm("guest");
         let is_far = vm.zero_bytes > 48 * MIB;

@@ -1,5 +1,5 @@
-//! The API of a real daemon beside its OpenAPI document: every operation answers with a status that the document has,
-//! and every answer has the shape that the document gives it, without a field that the document lacks.
+//! The API of a real daemon beside its OpenAPI document: each answer has a status of the document, and the shape that
+//! the document gives it, without other fields.
 
 mod common;
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 use common::Daemon;
 use common::guest::Guest;
 
-/// Returns the status and the body of an answer.
+/// Status and body of an answer.
 fn ask(daemon: &Daemon, method: &str, path: &str, body: &str) -> (String, String) {
     let mut stream = UnixStream::connect(daemon.dir().join("api.sock")).expect("connect");
     let head = format!("{method} {path} HTTP/1.1\r\nHost: b\r\nConnection: close\r\n");
@@ -41,7 +41,7 @@ fn is_of(kind: &Value, value: &Value) -> bool {
     }
 }
 
-/// Checks that a value has the shape of a schema; an error says where it has another.
+/// Checks that a value has the shape of a schema; the error says where it differs.
 fn fits(document: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
     if let Some(target) = schema["$ref"].as_str() {
         return fits(document, document.pointer(&target[1..]).ok_or(target)?, value, at);
@@ -88,7 +88,7 @@ fn a_real_daemon_answers_each_operation_as_its_document_says() {
         return;
     }
     let policy = "[policy]\nname = \"maestro\"\nbudget = \"80M\"\n";
-    let daemon = Daemon::start(&format!("quarantine_ms = 5\nheat.track = \"on\"\n{policy}"));
+    let daemon = Daemon::start(&format!("quarantine_ms = 5\nheat.track = true\n{policy}"));
     let guest = Guest::start(&daemon, "web", "--workload hotset --ram 32M --limit 16M");
     common::until("it is decided about and has a past", || {
         let decided = daemon.api.decisions("web").is_ok_and(|list| !list.is_empty());

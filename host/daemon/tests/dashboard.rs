@@ -1,7 +1,7 @@
-//! The dashboard for Grafana and the rules for Prometheus: each names only series, labels and values that
-//! `docs/metrics.md` has; the dashboard keeps the rules of Grafana's model; promtool parses its expressions.
+//! The dashboard for Grafana and the rules for Prometheus: all their series, labels and values are in
+//! `docs/metrics.md`; the dashboard follows Grafana's model; promtool parses its expressions.
 //!
-//! Grafana itself is not started: no registry that is used here has it under a licence that allows that.
+//! Grafana itself is not started: no registry used here has it under a suitable licence.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -26,25 +26,27 @@ fn dashboard() -> Value {
 type Labels = BTreeMap<String, BTreeSet<String>>;
 
 fn documented() -> BTreeMap<String, Labels> {
-    let text = read("docs/metrics.md");
-    let rows = text.lines().filter_map(|line| line.strip_prefix("| `ballast_"));
-    rows.map(|row| {
-        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
-        let parts: Vec<&str> = cells[3].split('`').collect();
-        // `a`, `b` = one, two: a label, and then its values if they are listed.
-        let mut labels: Labels = parts[1..]
-            .chunks(2)
-            .map(|pair| {
-                let listed = pair.get(1).and_then(|text| text.trim().strip_prefix('='));
-                let values = listed.into_iter().flat_map(|text| text.split(',')).map(str::trim);
-                (pair[0].to_owned(), values.filter(|value| !value.is_empty()).map(str::to_owned).collect())
-            })
-            .collect();
-        let histogram = cells[1] == "histogram";
-        labels.extend(histogram.then(|| ("le".to_owned(), BTreeSet::new())));
-        (format!("ballast_{}", cells[0].trim_end_matches('`')), labels)
-    })
-    .collect()
+    // An entry: "* `name` (`label`, `label` = value, value): meaning", in one line or several.
+    let text = read("docs/metrics.md").replace("\n  ", " ");
+    let entries = text.lines().filter_map(|line| line.strip_prefix("* `ballast_"));
+    entries
+        .map(|entry| {
+            let (head, meaning) = entry.split_once(": ").unwrap_or((entry, ""));
+            let (name, listed) = head.split_once('`').expect("the end of a name");
+            let parts: Vec<&str> = listed.trim_matches([' ', '(', ')']).split('`').collect();
+            let mut labels: Labels = parts[1..]
+                .chunks(2)
+                .map(|pair| {
+                    let listed = pair.get(1).and_then(|text| text.trim().strip_prefix('='));
+                    let values = listed.into_iter().flat_map(|text| text.split(',')).map(str::trim);
+                    (pair[0].to_owned(), values.filter(|value| !value.is_empty()).map(str::to_owned).collect())
+                })
+                .collect();
+            labels.extend(name.starts_with("vm_").then(|| ("domain".to_owned(), BTreeSet::new())));
+            labels.extend(meaning.contains("histogram").then(|| ("le".to_owned(), BTreeSet::new())));
+            (format!("ballast_{name}"), labels)
+        })
+        .collect()
 }
 
 /// Each series of an expression, with its matchers: label and value.
@@ -86,7 +88,6 @@ fn check_series(place: &str, text: &str, documented: &BTreeMap<String, Labels>) 
     all.len()
 }
 
-/// All strings in a value.
 fn strings<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
     match value {
         Value::String(text) => found.push(text),
@@ -96,7 +97,6 @@ fn strings<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
     }
 }
 
-/// The expressions of the dashboard.
 fn expressions(dashboard: &Value) -> Vec<String> {
     let targets = dashboard["panels"].as_array().expect("panels").iter().flat_map(|panel| {
         let targets = panel["targets"].as_array().unwrap_or_else(|| panic!("{} has no targets", panel["title"]));

@@ -1,7 +1,7 @@
-//! QEMU as a management program starts it: by the link that is an emulator, with the command line that libvirt writes.
+//! QEMU as a management program starts it: through the link that acts as the emulator, with libvirt's command line.
 //!
 //! Needs QEMU and userfaultfd. No guest is needed: QEMU's firmware runs, or the vCPUs are stopped.
-//! Promise: no word of a domain's command line is changed here but the ones that `ballast` changes itself.
+//! Promise: the tests change no word of a domain's command line that `ballast` does not change itself.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn ballast() -> PathBuf {
     program
 }
 
-/// A directory with the emulator, of QEMU's own name.
+/// A directory with the emulator, under QEMU's name.
 struct Emulator(tempfile::TempDir);
 
 impl Emulator {
@@ -40,7 +40,7 @@ impl Emulator {
         if let Some(text) = file {
             std::fs::write(&options, text).expect("write");
         }
-        // As libvirt starts it: no environment but this.
+        // With libvirt's environment: nothing else.
         let path = std::env::var_os("PATH").unwrap_or_default();
         command.env_clear().env("PATH", path).env("LC_ALL", "C").env("BALLAST_SOCKET", socket);
         command.env("BALLAST_EMULATOR", options).stdin(Stdio::null());
@@ -53,7 +53,7 @@ impl Emulator {
     }
 }
 
-/// A domain as libvirt 9.0 starts it, but for its disks.
+/// A domain as libvirt 9.0 starts it, except for its disks.
 struct Domain(Child);
 
 impl Domain {
@@ -61,7 +61,7 @@ impl Domain {
         Self::start_with(daemon, emulator, [name, uuid], file, None)
     }
 
-    /// The same, with the state that comes from there.
+    /// With a saved state from there.
     fn start_with(
         daemon: &Daemon,
         emulator: &Emulator,
@@ -112,7 +112,7 @@ impl Drop for Domain {
 }
 
 #[test]
-fn questions_reach_qemu_as_they_are_without_a_daemon() {
+fn queries_reach_qemu_unchanged_without_a_daemon() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -160,29 +160,29 @@ fn a_stock_domain_is_managed_and_keeps_its_settings_over_its_life() {
     let domain = Domain::start(&daemon, &emulator, "database", UUID, None);
     let vm = daemon.vm("database");
     assert_eq!((vm.limit_bytes, vm.settings.reservation_bytes), (Some(64 * MIB), 32 * MIB));
-    // Two that run are never taken for one.
+    // Two running domains are never taken for one.
     let twin = Domain::start(&daemon, &emulator, "twin", UUID, None);
     assert_eq!((daemon.vm("twin").uuid, daemon.vm("twin").limit_bytes), (None, None));
-    assert!(daemon.api.events().expect("events").iter().any(|event| event.kind == "uuid-taken"));
+    assert!(!daemon.events("uuid-taken").is_empty());
     twin.destroy(&daemon, "twin");
     assert_eq!(from(&vm, "limit"), Some((SourceKind::Operator, None)));
-    // The rule goes by the name, which matches still; what an operator never named is the rule's.
+    // Rules go by the current name; settings that an operator never named come from rules.
     assert_eq!(from(&vm, "shares"), None, "the rule was for another name: {vm:?}");
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     assert_eq!(daemon.vm("database").limit_bytes, Some(64 * MIB));
     assert_eq!(from(&daemon.vm("database"), "limit"), Some((SourceKind::Operator, None)));
-    // Another domain of the old name has another UUID.
+    // Another domain with the old name has another UUID.
     let other = Domain::start(&daemon, &emulator, "db", "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b12", None);
     assert_eq!(daemon.vm("db").limit_bytes, Some(200 * MIB));
     other.destroy(&daemon, "db");
     domain.destroy(&daemon, "database");
 
-    // A limit of the command line comes first, and forgetting ends what was kept.
+    // A limit of the command line comes first, and `forget` removes what was stored.
     let domain = Domain::start(&daemon, &emulator, "database", UUID, Some("--limit 128M\n"));
     let vm = daemon.vm("database");
     assert_eq!((vm.limit_bytes, from(&vm, "limit")), (Some(128 * MIB), Some((SourceKind::CommandLine, None))));
-    // By the name that it has now, or had when it was changed last, or by its UUID.
+    // By its current name, its name at the last change, or its UUID.
     assert_eq!(daemon.api.forget("database").expect("forgotten")[0].uuid.as_deref(), Some(UUID));
     assert!(daemon.api.forget(UUID).is_err(), "nothing is left");
     domain.destroy(&daemon, "database");
@@ -192,7 +192,7 @@ fn a_stock_domain_is_managed_and_keeps_its_settings_over_its_life() {
 }
 
 #[test]
-fn a_limit_holds_while_a_domain_is_loaded_though_every_zero_page_of_it_is_read() {
+fn a_limit_holds_while_a_domain_is_loaded_though_each_of_its_zero_pages_is_read() {
     if common::raw::no_uffd() || missing("qemu", qemu_missing()) {
         return;
     }

@@ -1,8 +1,8 @@
-//! Memory of the host that fails under a VM's own files: a real keeper and a real engine, and two VMs of this process.
+//! Memory errors of the host in a VM's own files: a real keeper and a real engine, and two VMs of this process.
 //!
-//! A page is lost for real where the kernel can have memory fail on command (root, `CONFIG_MEMORY_FAILURE`; see
-//! `scripts/newer-kernel-suite.sh`). Elsewhere the last page of words is cut off its file, which raises the same
-//! signal in the engine.
+//! A page is really lost where the kernel can inject memory errors (root, `CONFIG_MEMORY_FAILURE`; see
+//! `scripts/newer-kernel-suite.sh`). Elsewhere the last page of words is cut off its file, which raises SIGBUS in the
+//! engine, too.
 
 mod common;
 
@@ -24,8 +24,8 @@ const LIMIT: u64 = 2 << 20;
 const HEADER: u64 = 32 * 1024;
 const INJECT: &str = "BALLAST_TEST_FAIL";
 
-/// Have the page at this offset of a file fail; false if memory cannot fail here. A process of its own does it, since
-/// the kernel tells it in a way that may end it. The page cannot be asked: the engine may have replaced it already.
+/// Makes the page at this offset of a file fail; false if that is impossible here. Another process does it, because the
+/// kernel's signal may end it. Its result is not checked on the page: the engine may have replaced it already.
 fn fail(path: &str, offset: u64) -> bool {
     let output = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", "injects_a_memory_error_when_asked_to", "--nocapture"])
@@ -44,7 +44,7 @@ fn injects_a_memory_error_when_asked_to() {
     map.fail_memory(0).expect("MADV_HWPOISON");
 }
 
-/// Two VMs, the first of them squeezed; its state file and its arena.
+/// Two VMs, the first of them with most pages far, with its state file and its arena.
 struct Rig {
     daemon: Daemon,
     ram: Ram,
@@ -75,8 +75,8 @@ impl Rig {
         events.into_iter().filter(|event| event.kind == kind).map(|event| event.message).collect()
     }
 
-    /// One engine served both VMs all the time; the other VM has all its bytes, and so has it with the next engine,
-    /// which finds the first as it was left.
+    /// One engine served both VMs all the time; the other VM has all its bytes, also with the next engine, which finds
+    /// the first VM as it was left.
     fn check_the_rest(&self, lost_before: u64) {
         assert_eq!(self.daemon.engine_pid(), Some(self.engine), "{}", self.daemon.log());
         assert_eq!(self.calm.lost(0..PAGES), 0);
@@ -88,7 +88,7 @@ impl Rig {
 }
 
 #[test]
-fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_no_other_vm() {
+fn a_memory_error_in_a_vms_words_costs_what_only_they_knew_and_no_other_vm() {
     if no_uffd() {
         return;
     }
@@ -103,12 +103,12 @@ fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_n
     let unknown = rig.ram.lost(known.end..PAGES);
     assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
     assert_eq!(rig.ram.lost(known), 0, "{}", rig.daemon.log());
-    // Its faults are served before that is said.
+    // Its faults are served before that is reported.
     until("it is said that it was recovered", || !rig.events("memory-mended").is_empty());
     assert_eq!(rig.events("memory-mended").len(), 1, "{}", rig.daemon.log());
     let said = rig.events("memory-error");
     assert!(said.iter().any(|said| said.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
-    // It goes on: what is touched comes and goes as before.
+    // It continues: touched pages are evicted and restored as before.
     assert_eq!(rig.daemon.vm("hit").limit_bytes, Some(LIMIT));
     until("it is held to its limit again", || {
         rig.daemon.api.vm("hit").is_ok_and(|vm| vm.resident_bytes <= LIMIT + (1 << 20))
@@ -119,16 +119,16 @@ fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_n
 }
 
 #[test]
-fn memory_that_fails_under_an_arena_or_a_header_costs_what_was_in_it_and_no_other_vm() {
+fn a_memory_error_in_an_arena_or_a_header_costs_its_content_and_no_other_vm() {
     if no_uffd() {
         return;
     }
     let slabs_start = |path: &str| {
-        // An entry of 128 bytes and 64 KiB for each slab.
+        // A table entry of 128 bytes and 64 KiB for each slab.
         let size = open(path).metadata().expect("stat").len();
         4096 + (size - 4096) / (64 * 1024 + 128) * 128
     };
-    // What fails, and how many pages that can cost at most.
+    // The failing part, and the most pages that it can cost.
     for (what, most) in [("blobs", 300), ("table", 32 * 960), ("arena header", 0), ("state header", 0), ("counters", 0)]
     {
         let rig = rig();
@@ -148,7 +148,7 @@ fn memory_that_fails_under_an_arena_or_a_header_costs_what_was_in_it_and_no_othe
         assert!(lost_now <= most, "{what}: {lost_now} pages are lost\n{}", rig.daemon.log());
         until(&format!("{what}: it was said"), || {
             assert_eq!(rig.daemon.engine_pid(), Some(rig.engine), "{what}: {}", rig.daemon.log());
-            // There may be more events of lost pages than an engine remembers. The keeper has the state file, too, and
+            // There may be more events of lost pages than an engine remembers. The keeper also has the state file, and
             // may meet its page first.
             let log = rig.daemon.log();
             log.contains("memory of the host failed, and with it was lost")

@@ -1,5 +1,5 @@
-//! Orders to an engine whose keeper is this test: an engine that has no descriptors left does not claim to serve a
-//! process; a region that was added while an order to open its VM was on its way comes with its own order. Needs root
+//! Orders to an engine whose keeper is this test: an engine without descriptors does not claim to serve a process; a
+//! region that was added while an order to open its VM was in flight comes with its own order. Needs root
 //! (userfaultfd).
 
 mod common;
@@ -14,6 +14,7 @@ use ballast_base::wire::{self, Span, StoreFiles, VmId};
 use ballast_base::{Bytes, Extents, Hva, PAGE_SIZE};
 use ballast_daemon::config::Config;
 use ballast_daemon::settings::Settings;
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_store::{Budget, RamOptions, RamStore};
@@ -59,7 +60,7 @@ impl Engine {
     }
 
     /// Give it an order that is reported, and wait for the result.
-    fn done(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<(), String> {
+    fn done(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<(), Failure> {
         self.order(order, fds);
         loop {
             let received = scm::receive(self.socket()).expect("receive").expect("it runs");
@@ -84,7 +85,7 @@ fn open_with(stores: Vec<StoreFiles>, regions: u32) -> Order {
 }
 
 #[test]
-fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not_serve_it() {
+fn an_engine_that_cannot_take_the_descriptors_of_a_process_reports_it_as_unserved() {
     let (uffd, uffd_features) = match Uffd::create(uffd::REQUIRED_FEATURES) {
         Ok(made) => made,
         Err(error) => return skip("native", error),
@@ -104,17 +105,17 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
     let spans = vec![(Span { hva: Hva(guest.addr() as u64), len: RAM }, 0)];
     let view = Order::AddView { vm: VM, pid: std::process::id(), uffd_features, spans, unserved_since_ns: None };
     let fds = [uffd.as_fd(), control.as_fd()];
-    // Its lowest three descriptors are open: there is no place for another one.
+    // Its lowest three descriptors are open, and no other one is possible.
     assert!(common::limit_descriptors(engine.child.id(), "3"));
     engine.order(&view, &fds);
     let why = engine.done(&Order::Tell { seq: 2, vm: VM }, &[]).expect_err("it does not serve that process");
-    assert!(why.contains("is not served"), "{why}");
+    assert!(why.to_string().contains("is not served"), "{why}");
     let reach = Order::Reach { seq: 3, vm: VM, pid: std::process::id(), regions: vec![0] };
     engine.done(&reach, &[]).expect_err("it cannot touch pages that are far");
 }
 
 #[test]
-fn a_vm_that_could_not_be_opened_for_want_of_descriptors_counts_as_closed_only_when_it_was_opened() {
+fn a_vm_not_opened_for_lack_of_descriptors_is_closed_only_once_it_was_opened() {
     let dir = tempfile::tempdir().expect("a directory");
     let engine = Engine::start(dir.path());
     let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
@@ -147,12 +148,12 @@ fn a_thread_that_failed_to_open_a_vm_does_not_count_as_working_for_it() {
     let open = open_with(vec![StoreFiles { store: RAM_STORE, count: 1 }], 1);
     engine.order(&open, &[state.fd(), no_arena.as_fd(), ram.as_fd()]);
     let why = engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect_err("it is not open");
-    assert!(why.contains("arena"), "{why}");
+    assert!(why.to_string().contains("arena"), "{why}");
     assert_eq!(state.threads(), [0; 0], "a keeper would wait for the end of that thread");
 }
 
 #[test]
-fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_order_comes() {
+fn a_region_added_before_the_vm_is_opened_is_served_when_its_own_order_comes() {
     let (uffd, uffd_features) = match Uffd::create(uffd::REQUIRED_FEATURES) {
         Ok(made) => made,
         Err(error) => return skip("native", error),
@@ -162,7 +163,7 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
     let ram = ["first", "second"].map(|name| memfd::create(name, RAM).expect("RAM"));
     let (state, arena) = vm_of(&ram[0]);
     let guest = ram.each_ref().map(|file| Mapping::shared(file, 0, RAM.0 as usize).expect("mapped"));
-    // The keeper has sent the order when it adds the second one; the engine reads it afterwards.
+    // The keeper has sent the order when it adds the second region; the engine reads it afterwards.
     add_region(&state, &ram[1]);
     let process = engine.process();
     state.name_engine(process.pid, process.start);
@@ -193,7 +194,7 @@ fn vm_of(ram: &OwnedFd) -> (StateFile, OwnedFd) {
     vm_with(VM, ram)
 }
 
-/// The same for a VM of this id.
+/// A VM with this id, of one region that no engine has opened, and its arena.
 fn vm_with(id: VmId, ram: &OwnedFd) -> (StateFile, OwnedFd) {
     let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
     let state = StateFile::create(id, "test").expect("a state file");
@@ -201,19 +202,19 @@ fn vm_with(id: VmId, ram: &OwnedFd) -> (StateFile, OwnedFd) {
     (state, arena)
 }
 
-/// As the keeper does it.
+/// Adds a region, like the keeper.
 fn add_region(state: &StateFile, ram: &OwnedFd) {
     let id = memfd::file_id(ram).expect("stat");
     state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
 }
 
-/// The order that has the engine serve this process; it came with no RAM.
+/// The order to serve this process, without RAM.
 fn view_of(pid: u32, uffd_features: u64) -> Order {
     Order::AddView { vm: VM, pid, uffd_features, spans: Vec::new(), unserved_since_ns: None }
 }
 
 #[test]
-fn an_engine_whose_keeper_died_closes_no_vm_of_whose_processes_it_was_not_told_until_no_process_has_its_ram() {
+fn an_orphaned_engine_closes_no_vm_with_unknown_processes_while_one_has_its_ram() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut engine = Engine::start(dir.path());
     let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
@@ -227,7 +228,7 @@ fn an_engine_whose_keeper_died_closes_no_vm_of_whose_processes_it_was_not_told_u
     engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect("it is open");
     let mut vmm = Command::new("sleep").arg("1000").stdin(Stdio::from(ram)).spawn().expect("a process");
     engine.socket = None;
-    // Some of its turns: nothing tells that it does nothing.
+    // Several of its turns, because nothing reports that it does nothing.
     std::thread::sleep(Duration::from_secs(1));
     assert!(engine.child.try_wait().expect("wait").is_none(), "it has closed the VM of a process that lives");
     vmm.kill().expect("kill it");
@@ -236,7 +237,7 @@ fn an_engine_whose_keeper_died_closes_no_vm_of_whose_processes_it_was_not_told_u
 }
 
 #[test]
-fn an_engine_whose_keeper_died_before_it_read_that_a_vm_was_left_records_it() {
+fn an_orphaned_engine_records_that_it_left_a_vm_if_its_keeper_did_not_read_that() {
     let other = VmId([6; 16]);
     let dir = tempfile::tempdir().expect("a directory");
     let mut engine = Engine::start(dir.path());
@@ -254,7 +255,7 @@ fn an_engine_whose_keeper_died_before_it_read_that_a_vm_was_left_records_it() {
     engine.done(&Order::Tell { seq: 1, vm: other }, &[]).expect("it is open");
     engine.done(&Order::ServeFaults { seq: 2, vm: VM }, &[]).expect("it can");
     let [(state, _), _] = &vms;
-    // The engine that follows it: some other process.
+    // Another process plays the engine that follows it.
     let next = Process::this().expect("this process");
     state.name_beside(next.pid, next.start);
     engine.order(&Order::HandOver { seq: 3, vm: VM }, &[]);
@@ -262,8 +263,7 @@ fn an_engine_whose_keeper_died_before_it_read_that_a_vm_was_left_records_it() {
     let mut fds = [PollFd::new(engine.socket(), PollFlags::IN)];
     rustix::event::poll(&mut fds, None).expect("poll");
     engine.socket = None;
-    // It has another VM, whose RAM this process has, so it lives; the engine that follows waits for it until this is
-    // recorded.
+    // It has another VM, whose RAM this process has, so it lives; the next engine waits until this is recorded.
     common::until("it is recorded", || state.leaving().is_none());
     assert_eq!(state.engine(), Some((next.pid, next.start)));
     assert!(engine.child.try_wait().expect("wait").is_none(), "it has a VM whose process lives");

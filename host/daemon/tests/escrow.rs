@@ -1,5 +1,5 @@
-//! A process that hangs up and keeps its escrow: nothing of the VM's memory stays in those files, whose cost no budget
-//! counts any more. Real keeper, engine and guest. Needs userfaultfd.
+//! A process that hangs up and keeps its escrow: nothing of the VM's memory stays in those files, which no budget
+//! counts. Real keeper, engine and guest. Needs userfaultfd.
 
 mod common;
 
@@ -10,12 +10,12 @@ use common::guest::Guest;
 use common::raw::{files, no_uffd, open};
 use common::{Daemon, until};
 
-/// More is far than not.
+/// More pages are far than resident.
 const SQUEEZED: &str = "--workload uniform --ram 48M --limit 8M --threads 2 --zero-fraction 0.1";
-/// What an arena and a state file of nothing take: headers and tables.
+/// Size of an empty arena and an empty state file: headers and tables.
 const EMPTY_BYTES: u64 = 512 << 10;
 
-/// The files of this name that a process has open, as somebody keeps them who was sent them.
+/// The files of this name that a process has open, as a recipient of its descriptors would have them.
 fn kept(pid: u32, name: &str) -> Vec<File> {
     files(pid, &format!("memfd:{name}")).iter().map(|path| open(path)).collect()
 }
@@ -26,7 +26,7 @@ fn bytes(file: &File) -> u64 {
 
 fn squeezed(daemon: &Daemon) -> (Guest, [File; 2]) {
     let guest = Guest::start(daemon, "web", SQUEEZED);
-    // All of it is filled: what is not is far nowhere, and in no file either.
+    // All of it is filled, so that no page is untouched.
     until("pages are far, and all are touched", || {
         let vm = daemon.vm("web");
         vm.far_bytes > 16 << 20 && vm.untouched_bytes == 0
@@ -47,7 +47,7 @@ fn are_emptied(daemon: &Daemon, [arena, state]: &[File; 2]) {
 }
 
 #[test]
-fn a_process_that_keeps_its_escrow_and_not_its_ram_keeps_no_memory() {
+fn a_process_that_keeps_its_escrow_but_not_its_ram_keeps_no_memory() {
     if no_uffd() {
         return;
     }
@@ -58,7 +58,7 @@ fn a_process_that_keeps_its_escrow_and_not_its_ram_keeps_no_memory() {
 }
 
 #[test]
-fn a_process_that_keeps_its_escrow_and_its_ram_has_the_pages_in_the_ram_alone() {
+fn a_process_that_keeps_its_escrow_and_its_ram_has_the_pages_only_in_the_ram() {
     if no_uffd() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Memory that a VMM frees page by page, as a balloon does, in a VM that was reclaimed from.
+//! A VMM frees memory page by page, like a balloon, in a VM that was reclaimed.
 
 mod common;
 
@@ -10,7 +10,7 @@ use common::{Daemon, until};
 const UNITS: u64 = 4;
 
 #[test]
-fn a_unit_that_is_freed_page_by_page_is_asked_for_in_part_and_all_of_it_reads_zeros() {
+fn a_unit_freed_page_by_page_needs_few_messages_and_all_of_it_reads_zeros() {
     if no_uffd() {
         return;
     }
@@ -26,7 +26,7 @@ fn a_unit_that_is_freed_page_by_page_is_asked_for_in_part_and_all_of_it_reads_ze
 
     let base = ram.info().span.hva;
     let asked = || vm().reclaim.discarded_pages;
-    // As a hook of a VMM: the memory goes while the client knows of it.
+    // Like a hook of a VMM: the memory is freed while the client knows.
     let free = |client: &Client, page: u64| {
         let freeing = client.freeing(&[(base + page * PAGE_SIZE as u64, PAGE_SIZE as u64)]).expect("it may be freed");
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
@@ -49,7 +49,7 @@ fn a_unit_that_is_freed_page_by_page_is_asked_for_in_part_and_all_of_it_reads_ze
     assert!(unit(0).chain(unit(2).skip(1)).chain(unit(3)).all(|page| ram.is_marked(page)));
     assert_eq!(ram.get(2 * PAGES_PER_UNIT), 0);
 
-    // It is reclaimed from again, and what it has then comes back.
+    // It is reclaimed again, and its new content is restored.
     unit(1).for_each(|page| ram.set(page, page));
     daemon.api.set_limit("freed", Some(PAGES_PER_UNIT * PAGE_SIZE as u64)).expect("limit");
     until("it is within its limit", || vm().resident_bytes <= PAGES_PER_UNIT * PAGE_SIZE as u64);

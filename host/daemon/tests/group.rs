@@ -1,5 +1,5 @@
-//! VMs of a group: real keeper, engines and clients with equal content, killed in every order. Every byte of those that
-//! live is verified, and nothing stays of those that do not. Needs root (userfaultfd).
+//! VMs of a group: real keeper, engines and clients with equal content, killed in every order. Each byte of living VMs
+//! is verified, and nothing of dead ones is left. Needs root (userfaultfd).
 
 mod common;
 
@@ -8,7 +8,7 @@ use ballast_api::{UpgradeRequest, UpgradeStage};
 use common::guest::Guest;
 use common::{BUSY, Daemon, kill, moment, until};
 
-/// Pages move all the time. What the guests write is the same at first, and differs more and more.
+/// Pages move all the time. The guests' data is equal at first, and differs more and more.
 const SETTINGS: &str = "quarantine_ms = 5\n[dedup]\ntwins = [\"twin-*\"]\n";
 
 fn moves(daemon: &Daemon, name: &str) {
@@ -26,7 +26,7 @@ fn is_empty(daemon: &Daemon) {
 }
 
 #[test]
-fn engine_keeper_and_members_die_in_every_order_and_no_byte_of_another_is_lost() {
+fn engine_keeper_and_members_die_in_every_order_and_no_other_member_loses_a_byte() {
     let mut daemon = Daemon::start(SETTINGS);
     let [one, two] = ["twin-1", "twin-2"].map(|name| Guest::start(&daemon, name, BUSY));
     for round in 0..12 {

@@ -1,14 +1,12 @@
-//! The attach socket against clients of every kind: good, late, greedy, mad. A real keeper and a real engine.
-//! Needs userfaultfd. The same process plays several VMMs; a second process of a VM is this program, run again.
+//! The attach socket against clients of every kind: correct, late, greedy, random. A real keeper and a real engine.
+//! Needs userfaultfd. This process plays several VMMs; a second process of a VM is this program, run again.
 
 mod common;
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -22,7 +20,7 @@ use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use ballast_testkit::random::Random;
 use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
-use common::{Daemon, FORKS, kill, limit_descriptors, may_fork, signal_process, stop_process, until};
+use common::{Daemon, kill, limit_descriptors, may_fork, signal_process, stop_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
@@ -35,7 +33,7 @@ fn files_of(stores: &[(u8, u8)]) -> Vec<StoreFiles> {
     stores.iter().map(|(store, count)| StoreFiles { store: *store, count: *count }).collect()
 }
 
-/// Say exactly this, with these RAM files, and hear the answer.
+/// Sends this message with these RAM files, and returns the answer.
 fn say(daemon: &Daemon, client: &RawClient, message: wire::Attach, ram: &[&Ram]) -> KeeperToClient {
     let socket = connect(&daemon.attach_socket()).expect("connect");
     scm::send(&socket, &wire::encode(&ClientToKeeper::Attach(message)), &client.descriptors(ram)).expect("send");
@@ -53,7 +51,7 @@ fn region(at: u64, extents: &[Extent]) -> RegionInfo {
 }
 
 #[test]
-fn extents_that_no_ram_can_have_are_refused_by_name_and_the_keeper_goes_on() {
+fn impossible_extents_are_refused_by_name_and_the_keeper_continues() {
     if no_uffd() {
         return;
     }
@@ -145,7 +143,7 @@ fn attaches(client: &mut RawClient, ram: &[&Ram]) -> bool {
     matches!(client.attach(ram), Some(KeeperToClient::Attached { .. }))
 }
 
-/// Attach, over a keeper that is not there yet or is busy with others if need be, and wait until the engine has the VM.
+/// Attaches, and repeats while the keeper is missing or busy; waits until the engine has the VM.
 fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
     let (mut client, begun) = (RawClient::new(&daemon.attach_socket(), name), Instant::now());
     until("a good client attaches", || daemon.attach_socket().exists());
@@ -192,11 +190,11 @@ fn zoo(escrow: &[OwnedFd]) -> Vec<OwnedFd> {
 }
 
 #[test]
-fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_anything_open() {
+fn random_messages_do_not_stop_the_keeper_and_leave_nothing_open() {
     if no_uffd() {
         return;
     }
-    // With file stores where there can be some, so that their files are among the descriptors.
+    // With file stores where possible, so that their files are among the descriptors.
     let dir = std::env::temp_dir();
     let daemon = Daemon::start(&format!("[spill]\ndir = \"{}\"\nbudget = \"64M\"\n", dir.display()));
     let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
@@ -243,7 +241,7 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
             let zoo = zoo(&escrow);
             let right = client.descriptors(&[&ram, &other]);
             let fds: Vec<BorrowedFd<'_>> = match rng.index(3) {
-                // What the message needs, perhaps, with one of another kind among it.
+                // The first few of the right descriptors.
                 0 => right[..rng.index(right.len() + 1)].to_vec(),
                 1 => {
                     let mut fds = right;
@@ -271,7 +269,7 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
 }
 
 #[test]
-fn userfaultfds_that_are_none_too_many_twice_the_same_or_something_else_are_refused() {
+fn wrong_too_many_or_duplicate_userfaultfds_are_refused() {
     if no_uffd() {
         return;
     }
@@ -300,7 +298,7 @@ fn userfaultfds_that_are_none_too_many_twice_the_same_or_something_else_are_refu
         let answer = client.attach(&[&ram]);
         assert!(matches!(&answer, Some(KeeperToClient::Refused(text)) if text.contains(why)), "{why}: {answer:?}");
     }
-    // Fewer, and more, than it says.
+    // Fewer, and more, than announced.
     for (shards, count) in [(3, 2), (1, 2)] {
         let client = of(made(count));
         let message = wire::Attach { shards, ..client.message(vec![ram.info()]) };
@@ -321,7 +319,7 @@ fn userfaultfds_that_are_none_too_many_twice_the_same_or_something_else_are_refu
 }
 
 #[test]
-fn a_client_that_comes_back_with_its_userfaultfds_in_another_order_loses_its_limit_and_nothing_else() {
+fn a_client_that_returns_with_its_userfaultfds_reordered_loses_only_its_limit() {
     if no_uffd() {
         return;
     }
@@ -334,53 +332,20 @@ fn a_client_that_comes_back_with_its_userfaultfds_in_another_order_loses_its_lim
     client.uffds.push(userfaultfd());
     assert!(attaches(&mut client, &[&ram]), "{}", daemon.log());
     until("it is served", || daemon.api.vm("confused").is_ok());
-    // It answers no zap, so nothing is taken; what is about to be is registered all the same.
+    // It answers no zap, so nothing is evicted; memory is still registered before.
     daemon.api.set_limit("confused", Some(1 << 20)).expect("limit");
     until("memory is registered", || daemon.vm("confused").registered_bytes > 0);
     client.hang_up();
     client.uffds.reverse();
     until("it is attached again", || attaches(&mut client, &[&ram]));
-    let incomplete = || daemon.api.events().is_ok_and(|all| all.iter().any(|event| event.kind == "view-incomplete"));
-    until("the kernel refuses the other userfaultfd", incomplete);
+    until("the kernel refuses the other userfaultfd", || !daemon.events("view-incomplete").is_empty());
     until("nothing is taken", || daemon.api.vm("confused").is_ok_and(|vm| vm.status == VmStatus::Blocked));
     let other = Ram::new(16);
     drop(attached(&daemon, "good", &[&other]));
 }
 
 #[test]
-fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
-    let mut readers = Vec::new();
-    for _ in 0..3 {
-        // A child that is started meanwhile would close it, too, and wait instead of the keeper.
-        let alone = FORKS.write().unwrap_or_else(PoisonError::into_inner);
-        // A connection full of bytes that nobody reads, and that the process that closes it last must wait for.
-        let stuck = TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
-        readers.push(listener.accept().expect("accept"));
-        rustix::net::sockopt::set_socket_linger(&stuck, Some(Duration::from_secs(30_000))).expect("linger");
-        stuck.set_nonblocking(true).expect("non-blocking");
-        while (&stuck).write(&[0; 1 << 16]).is_ok() {}
-        let socket = connect(&daemon.attach_socket()).expect("connect");
-        let message = wire::encode(&ClientToKeeper::MayPin);
-        // The keeper is to be the last to close it.
-        stop_process(daemon.keeper_pid());
-        scm::send(&socket, &message, &[stuck.as_fd()]).expect("send");
-        drop(stuck);
-        drop(alone);
-        daemon.signal_keeper(Signal::CONT);
-        assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))));
-    }
-    let ram = Ram::new(16);
-    drop(attached(&daemon, "good", &[&ram]));
-    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
-}
-
-#[test]
-fn a_client_that_asks_without_listening_is_answered_in_turn_and_hung_up_on_when_it_talks_nonsense() {
+fn a_client_that_does_not_read_is_answered_in_turn_and_hung_up_on_for_garbage() {
     if no_uffd() {
         return;
     }
@@ -403,7 +368,7 @@ fn a_client_that_asks_without_listening_is_answered_in_turn_and_hung_up_on_when_
 }
 
 #[test]
-fn a_vmm_that_plugs_ram_more_often_than_a_vm_may_is_refused_each_time_and_never_hung_up_on() {
+fn a_vmm_that_plugs_ram_too_often_is_refused_each_time_and_never_hung_up_on() {
     if no_uffd() {
         return;
     }
@@ -440,7 +405,7 @@ fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
 }
 
 #[test]
-fn a_vm_whose_name_was_taken_while_no_keeper_ran_comes_back_under_another() {
+fn a_vm_whose_name_was_taken_without_a_keeper_returns_under_another_name() {
     if no_uffd() {
         return;
     }
@@ -454,8 +419,8 @@ fn a_vm_whose_name_was_taken_while_no_keeper_ran_comes_back_under_another() {
     assert!(attaches(&mut first, &[&ram]), "{}", daemon.log());
     until("both are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == 2));
     assert_eq!((daemon.vm("web-2").id, daemon.vm("web").size_bytes), (id, 32 * 4096));
-    let events = daemon.api.events().expect("events");
-    assert!(events.iter().any(|event| event.kind == "renamed" && event.message.contains("web-2")), "{events:?}");
+    let renamed = daemon.events("renamed");
+    assert!(renamed.iter().any(|event| event.message.contains("web-2")), "{renamed:?}");
 }
 
 /// A second process of the VM: this program, run again, with RAM of the first.
@@ -464,7 +429,7 @@ struct Second {
     says: BufReader<std::process::ChildStdout>,
 }
 
-/// Where another process finds this RAM.
+/// The path of this RAM for another process.
 fn path_of(ram: &Ram) -> String {
     format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd())
 }
@@ -474,14 +439,14 @@ impl Second {
         Self::start_with(daemon, name, ram, None)
     }
 
-    /// One that also maps RAM with which it does not attach.
+    /// A process that also maps RAM with which it does not attach.
     fn start_with(daemon: &Daemon, name: &str, ram: &Ram, more: Option<&Ram>) -> Self {
         let mut program = Command::new(std::env::current_exe().expect("this program"));
         program.envs(more.map(|more| ("BALLAST_TEST_MORE", path_of(more))));
         Self::start_by(program, daemon, name, ram)
     }
 
-    /// One that says it maps the RAM where nothing is mapped.
+    /// A process that announces the RAM where nothing is mapped.
     fn start_that_lies(daemon: &Daemon, name: &str, ram: &Ram) -> Self {
         let mut program = Command::new(std::env::current_exe().expect("this program"));
         program.env("BALLAST_TEST_LIES", "1");
@@ -503,13 +468,13 @@ impl Second {
         Self { child, says }
     }
 
-    /// Have it attach, or resume, and hear how it went.
+    /// Makes it attach, or resume, and returns the result.
     fn attach(&mut self) -> String {
         self.ask();
         self.hear("answer: ")
     }
 
-    /// Have it ask to be attached.
+    /// Makes it ask to be attached.
     fn ask(&mut self) {
         self.child.stdin.as_ref().expect("piped").write_all(b"attach\n").expect("it lives");
         self.hear("asked");
@@ -524,7 +489,7 @@ impl Second {
         line
     }
 
-    /// Has it said anything that nobody has heard?
+    /// Whether there is unread output.
     fn has_more_to_say(&self) -> bool {
         let mut fds = [PollFd::new(self.says.get_ref(), PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -580,7 +545,7 @@ fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
     let (a, b) = (Ram::new(512), Ram::new(512));
     let _vmm = attached(&daemon, "web", &[&a, &b]);
     daemon.api.set_limit("web", Some(4 << 20)).expect("the limit");
-    // It may touch far pages of the second region, which the keeper may have refused, without a userfaultfd there.
+    // It may touch far pages of the second region without a userfaultfd there.
     let mut second = Second::start_with(&daemon, "web", &a, Some(&b));
     assert!(second.attach().contains("Attached"));
     let pid = second.child.id();
@@ -592,7 +557,7 @@ fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
 }
 
 #[test]
-fn ram_that_one_process_unplugged_is_gone_from_engine_and_keeper_when_the_other_that_had_it_ends() {
+fn ram_unplugged_by_one_process_is_gone_when_the_other_one_that_had_it_ends() {
     if no_uffd() {
         return;
     }
@@ -617,9 +582,9 @@ fn ram_that_one_process_unplugged_is_gone_from_engine_and_keeper_when_the_other_
 }
 
 #[test]
-fn one_limit_for_many_vms_that_do_not_exist_is_answered_within_the_time_of_a_request() {
+fn one_limit_for_many_unknown_vms_is_answered_within_the_time_of_a_request() {
     let daemon = Daemon::start("");
-    // Each could be attached in a moment, so the engine waits a second, but not for one after the other.
+    // Each could attach at any moment, so the engine waits a second, but not for one after the other.
     let names: Vec<String> = (0..30).map(|number| format!("nobody-{number}")).collect();
     let client = ballast_api::Client::new(daemon.dir().join("api.sock")).expect("a client");
     let changes = client.set_limits(&LimitsPatch { vms: Some(names), limit_bytes: None }).expect("an answer in time");
@@ -627,13 +592,13 @@ fn one_limit_for_many_vms_that_do_not_exist_is_answered_within_the_time_of_a_req
 }
 
 #[test]
-fn a_vm_whose_descriptors_found_no_room_in_the_engine_is_given_to_it_again() {
+fn a_vm_for_whose_descriptors_the_engine_had_no_place_is_given_to_it_again() {
     if no_uffd() {
         return;
     }
     let daemon = Daemon::start("");
     let engine = daemon.engine_pid().expect("an engine runs");
-    // Its lowest three descriptors are open: there is no place for another one.
+    // Its lowest three descriptors are open, and no other one is possible.
     assert!(limit_descriptors(engine, "3"));
     let ram = Ram::new(16);
     let mut client = RawClient::new(&daemon.attach_socket(), "web");
@@ -645,7 +610,7 @@ fn a_vm_whose_descriptors_found_no_room_in_the_engine_is_given_to_it_again() {
 }
 
 #[test]
-fn a_keeper_whose_limit_is_lowered_below_the_descriptors_that_it_waits_for_raises_it_and_goes_on() {
+fn a_keeper_whose_descriptor_limit_is_lowered_too_far_raises_it_and_continues() {
     if no_uffd() {
         return;
     }
@@ -663,14 +628,14 @@ fn a_keeper_whose_limit_is_lowered_below_the_descriptors_that_it_waits_for_raise
     assert!(attaches(&mut client, &[&ram]), "the keeper takes it: {}", daemon.log());
 }
 
-/// The keeper is killed, and the next one listens.
+/// Kills the keeper; returns when the next one listens.
 fn next_keeper(daemon: &mut Daemon) {
     daemon.kill_keeper();
     daemon.restart_keeper();
     until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
 }
 
-/// The keeper has heard all that was said to it before: after two answers it has looked at everybody.
+/// Waits until the keeper has handled all earlier messages: after two answers it has served everybody.
 fn has_heard(daemon: &Daemon) {
     let socket = connect(&daemon.attach_socket()).expect("connect");
     let ram = Ram::new(16);
@@ -681,8 +646,8 @@ fn has_heard(daemon: &Daemon) {
     }
 }
 
-/// A VM of two regions under its next keeper, which waits: the process that maps both is not back, one that maps the
-/// first alone is.
+/// A VM of two regions under its next keeper, which waits: the process that maps both has not returned, one that maps
+/// only the first has.
 fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
     let mut vmm = attached(daemon, "web", &[a, b]);
     let mut second = Second::start(daemon, "web", a);
@@ -694,7 +659,7 @@ fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
 }
 
 #[test]
-fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
+fn processes_of_one_vm_return_in_any_order_each_with_the_regions_it_maps() {
     if no_uffd() {
         return;
     }
@@ -716,7 +681,7 @@ fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
     let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / 4096).collect();
     assert_eq!(sizes, [16, 32, 64], "no region was given up, and the new one is there: {vm:?}");
 
-    // And the other way round, this time with an engine that has the VM when the second process comes.
+    // And in the other order, with an engine that has the VM when the second process comes.
     next_keeper(&mut daemon);
     assert!(attaches(&mut vmm, &[&a, &b, &plugged]), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
@@ -725,7 +690,7 @@ fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
 }
 
 #[test]
-fn a_process_that_joins_a_vm_is_not_told_so_before_its_faults_are_served() {
+fn a_process_that_joins_a_vm_gets_its_answer_only_once_its_faults_are_served() {
     if no_uffd() {
         return;
     }
@@ -738,14 +703,14 @@ fn a_process_that_joins_a_vm_is_not_told_so_before_its_faults_are_served() {
     second.ask();
     has_heard(&daemon);
     assert!(!second.has_more_to_say(), "the engine cannot have seen it");
-    // A new VM has nothing that could be far.
+    // A new VM cannot have far pages.
     assert!(attaches(&mut RawClient::new(&daemon.attach_socket(), "other"), &[&other]));
     signal_process(engine, Signal::CONT);
     assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());
 }
 
 #[test]
-fn a_process_that_joins_a_vm_is_told_so_by_the_next_engine_if_one_dies_over_it() {
+fn a_process_that_joins_a_vm_is_answered_by_the_next_engine_if_one_dies() {
     if no_uffd() {
         return;
     }
@@ -761,7 +726,7 @@ fn a_process_that_joins_a_vm_is_told_so_by_the_next_engine_if_one_dies_over_it()
 }
 
 #[test]
-fn a_process_that_joins_a_vm_and_cannot_be_served_is_told_so_when_no_page_is_far() {
+fn a_process_that_joins_a_vm_and_cannot_be_served_is_answered_once_no_page_is_far() {
     if no_uffd() {
         return;
     }
@@ -775,19 +740,18 @@ fn a_process_that_joins_a_vm_and_cannot_be_served_is_told_so_when_no_page_is_far
     assert!(second.attach().contains("Attached"), "{}", daemon.log());
     let vm = daemon.vm("web");
     assert_eq!((vm.far_bytes, vm.resident_bytes, vm.status), (0, PAGES * 4096, VmStatus::Blocked), "{vm:?}");
-    let events = daemon.api.events().expect("events");
-    assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
+    assert!(!daemon.events("view-incomplete").is_empty(), "{}", daemon.log());
 }
 
 #[test]
-fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_when_the_vm_is_served() {
+fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_later() {
     if no_uffd() {
         return;
     }
     let mut daemon = Daemon::start("");
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
-    // This one was no part of the VM, and what it touches is not.
+    // This process was not part of the VM, and its memory is not.
     let mut third = Second::start(&daemon, "web", &a);
     third.ask();
     has_heard(&daemon);
@@ -798,7 +762,7 @@ fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_when_the_vm_is_s
 }
 
 #[test]
-fn a_process_that_brings_a_missing_region_joins_the_vm_when_that_has_it_back() {
+fn a_process_that_brings_a_missing_region_joins_the_vm_once_that_has_it() {
     if no_uffd() {
         return;
     }
@@ -817,7 +781,7 @@ fn a_process_that_brings_a_missing_region_joins_the_vm_when_that_has_it_back() {
 }
 
 #[test]
-fn a_cut_attach_socket_is_a_pause_and_the_engine_opens_the_vm_again_after_it_closed_it() {
+fn a_cut_attach_socket_is_a_pause_and_the_engine_opens_the_vm_again() {
     if no_uffd() {
         return;
     }
@@ -851,7 +815,7 @@ fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
     assert!(attaches(&mut vmm, &[&a]), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
     assert_eq!(daemon.vm("web").size_bytes, 16 * 4096);
-    // Its memory may be plugged again, under a number of its own.
+    // Its memory may be plugged again, as a new region.
     let again = Ram::new(8);
     let answer = vmm.ask(&add(again.info()), &[again.fd.as_fd()]);
     assert_eq!(answer, Some(KeeperToClient::Ok));
@@ -859,7 +823,7 @@ fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
 }
 
 #[test]
-fn one_region_too_many_or_twice_the_same_is_refused_and_the_vm_stays() {
+fn one_region_too_many_or_a_duplicate_is_refused_and_the_vm_stays() {
     if no_uffd() {
         return;
     }
@@ -874,8 +838,7 @@ fn one_region_too_many_or_twice_the_same_is_refused_and_the_vm_stays() {
     assert_eq!(answers.iter().filter(|added| **added).count(), MAX_REGIONS - 1);
     assert!(!answers[MAX_REGIONS - 1]);
     let why = format!("{MAX_FILES} are allowed");
-    let is_said = |event: &ballast_api::Event| event.kind == "ram-unmanaged" && event.message.contains(&why);
-    until("operators are told", || daemon.api.events().expect("events").iter().any(is_said));
+    until("operators are told", || daemon.events("ram-unmanaged").iter().any(|event| event.message.contains(&why)));
     let far = RegionInfo { span: Span { hva: Hva(u64::MAX - 4095), len: Bytes(4096) }, ..ram.info() };
     let outside = vmm.ask(&add(far), &[ram.fd.as_fd()]);
     assert!(matches!(outside, Some(KeeperToClient::Refused(_))), "{outside:?}");

@@ -60,7 +60,7 @@ fn cold_memory_is_on_the_slow_node_and_the_next_engine_finds_it_there() {
         let engine = daemon.kill_engine();
         daemon.wait_for_engine_after(engine);
         until("the next engine has found it", || is_divided(&tiers()));
-        // Moves go on while pages go far and come back.
+        // Moves continue while pages are evicted and restored.
         let limit = VmPatch { limit_bytes: Some(Some(BYTES / 2)), ..VmPatch::default() };
         daemon.api.patch_vm("vm", &limit).expect("limit");
         until("pages are far", || daemon.api.vm("vm").is_ok_and(|vm| vm.far_bytes > BYTES / 4));

@@ -1,10 +1,7 @@
-//! A disk that does not answer, under the file stores: what is on it waits, and nothing else does, whichever VM comes
-//! or dies meanwhile. When it answers again, every byte is right. Real processes; the disk is a real FUSE server. Needs
-//! root.
+//! A hung disk under the file stores: pages on it wait, and nothing else does, whichever VM comes or dies. When it
+//! responds again, each byte is right. Real processes; the disk is a real FUSE server. Needs root.
 
 mod common;
-
-use std::path::Path;
 
 use ballast_api::{UpgradeStage, VmStat, VmStatus};
 use ballast_base::Bytes;
@@ -13,7 +10,7 @@ use ballast_testvm::fuse::Fuse;
 use common::guest::Guest;
 use common::raw::{Ram, files, open};
 use common::upgrades::{begin, ended, request, this_build};
-use common::{BUSY, Daemon, QUICK, missing, until};
+use common::{BUSY, Daemon, QUICK, missing, spilling, until};
 
 /// A disk that can hang, where this kernel lets FUSE make files without a name (Linux 6.2).
 fn disk() -> Option<Fuse> {
@@ -23,24 +20,14 @@ fn disk() -> Option<Fuse> {
     if missing("fuse", refused) { None } else { served.ok() }
 }
 
-fn spilling(dir: &Path) -> String {
-    let dir = dir.display();
-    format!("quarantine_ms = 5\nstore_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
-}
-
 fn is_served(daemon: &Daemon, name: &str) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.status != VmStatus::Recovering)
 }
 
-fn is_said(daemon: &Daemon, kind: &str, vm: &str) -> bool {
-    let events = daemon.api.events().unwrap_or_default();
-    events.iter().any(|event| event.kind == kind && event.vm.as_deref() == Some(vm))
-}
-
 #[test]
-fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram() {
+fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_pages_in_ram() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let guest = Guest::start(&daemon, "victim", BUSY);
     daemon.goes_to_file_and_back("victim");
     let hangs = fuse.hold_on();
@@ -49,11 +36,11 @@ fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram()
         common::kill(old);
         daemon.wait_for_engine_after(old);
         until("it is served", || is_served(&daemon, "victim"));
-        until("it is said that its disk does not answer", || is_said(&daemon, "spill-unavailable", "victim"));
+        until("it is said that its disk does not answer", || daemon.has_event_of("victim", "spill-unavailable"));
         assert!(daemon.api.metrics().expect("metrics").contains("victim"));
     }
     drop(hangs);
-    until("it is said that its disk answers", || is_said(&daemon, "spill-back", "victim"));
+    until("it is said that its disk answers", || daemon.has_event_of("victim", "spill-back"));
     daemon.goes_to_file_and_back("victim");
     guest.finish();
 }
@@ -61,7 +48,7 @@ fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram()
 #[test]
 fn keeper_and_engine_die_while_the_disk_hangs() {
     let Some(fuse) = disk() else { return };
-    let mut daemon = Daemon::start(&spilling(&fuse.dir()));
+    let mut daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let guest = Guest::start(&daemon, "victim", BUSY);
     daemon.goes_to_file_and_back("victim");
     let hangs = fuse.hold_on();
@@ -75,7 +62,7 @@ fn keeper_and_engine_die_while_the_disk_hangs() {
 }
 
 #[test]
-fn an_upgrade_to_a_file_on_a_disk_that_hangs_is_refused_and_stops_nobody() {
+fn an_upgrade_to_a_file_on_a_hung_disk_stops_nobody() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);
@@ -83,8 +70,8 @@ fn an_upgrade_to_a_file_on_a_disk_that_hangs_is_refused_and_stops_nobody() {
     std::fs::write(&program, b"#!/bin/sh\n").expect("a file");
     let hangs = fuse.hold_on();
     let refused = daemon.api.begin_upgrade(&request(&program)).expect_err("it does not come");
-    assert!(refused.to_string().contains("nothing came"), "{refused}");
-    // The keeper goes on: it takes another VM, and another engine follows.
+    assert!(refused.to_string().contains("no answer within"), "{refused}");
+    // The keeper continues: it takes another VM, and another engine follows.
     let other = Guest::start(&daemon, "other", BUSY);
     begin(&daemon, &this_build());
     assert_eq!(ended(&daemon).stage, UpgradeStage::Done, "{}", daemon.log());
@@ -95,11 +82,11 @@ fn an_upgrade_to_a_file_on_a_disk_that_hangs_is_refused_and_stops_nobody() {
 #[test]
 fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let hangs = fuse.hold_on();
     let guests = ["one", "two", "three"].map(|name| {
         let guest = Guest::start(&daemon, name, "--workload uniform --ram 16M --limit 8M");
-        until("it is said that it has no file store", || is_said(&daemon, "spill-unavailable", name));
+        until("it is said that it has no file store", || daemon.has_event_of(name, "spill-unavailable"));
         guest
     });
     guests.into_iter().for_each(|guest| drop(guest.finish()));
@@ -107,25 +94,21 @@ fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
     until("the disk is used again", || {
         Guest::start(&daemon, "late", "--workload uniform --ram 8M").finish();
         until("it is forgotten", || daemon.api.vm("late").is_err());
-        let events = daemon.api.events().expect("events");
-        let of_late = |kind: &str| {
-            let of = |event: &ballast_api::Event| event.kind == kind && event.vm.as_deref() == Some("late");
-            events.iter().filter(|event| of(event)).count()
-        };
+        let of_late = |kind| daemon.events(kind).iter().filter(|event| event.vm.as_deref() == Some("late")).count();
         of_late("gone") > of_late("spill-unavailable")
     });
 }
 
 #[test]
-fn vms_that_die_while_the_disk_has_their_reads_leave_nothing_behind() {
+fn vms_that_die_with_reads_in_flight_leave_nothing_behind() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let engine = daemon.engine_pid().expect("an engine");
     for _ in 0..4 {
         let dies = Guest::start(&daemon, "dies", BUSY);
         daemon.goes_to_file_and_back("dies");
         let hangs = fuse.hold_on();
-        // More need not come: a page that is late is not asked for again, and the other thread may wait for this one.
+        // More need not come: a late page is not read again, and the other thread may wait for this one.
         fuse.wait_for_held(1);
         drop(dies);
         drop(hangs);
@@ -142,9 +125,9 @@ fn vms_that_die_while_the_disk_has_their_reads_leave_nothing_behind() {
 }
 
 #[test]
-fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_and_freed_meanwhile() {
+fn a_vm_is_restored_while_the_disk_hangs_and_its_memory_is_plugged_and_freed() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let ram = Ram::new(4096);
     ram.mark();
     let client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
@@ -152,7 +135,7 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
     let hangs = fuse.hold_on();
     daemon.api.restore("mine").expect("asked for");
     until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
-    // The wait for its page gets longer each time, and none of these may wait for that.
+    // The wait for its page grows each time, and none of these may wait for that.
     for _ in 0..3 {
         let more = Ram::new(256);
         let span = more.info().span;
@@ -160,7 +143,7 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
         // The keeper replies before the engine has it.
         until("the engine has it", || daemon.vm("mine").size_bytes == (4096 + 256) * 4096);
         more.mark();
-        // An engine ignores addresses whose mapping it has not been told yet.
+        // An engine ignores addresses whose mapping it does not know yet.
         until("half of it is freed", || {
             client.discard(&[(span.hva, span.len.0 / 2)]).expect("freed");
             !more.is_marked(0)
@@ -176,9 +159,9 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
 }
 
 #[test]
-fn a_restore_that_is_ended_and_begun_anew_while_the_disk_hangs_is_no_failure() {
+fn a_restore_that_is_ended_and_repeated_while_the_disk_hangs_is_no_failure() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let ram = Ram::new(4096);
     ram.mark();
     let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
@@ -193,13 +176,13 @@ fn a_restore_that_is_ended_and_begun_anew_while_the_disk_hangs_is_no_failure() {
     drop(hangs);
     until("all is back", || daemon.vm("mine").far_bytes == 0);
     assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
-    assert!(!is_said(&daemon, "restore-failed", "mine"), "{}", daemon.log());
+    assert!(!daemon.has_event_of("mine", "restore-failed"), "{}", daemon.log());
 }
 
 #[test]
-fn an_engine_that_is_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_next() {
+fn an_engine_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_next() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let ram = Ram::new(4096);
     ram.mark();
     let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
@@ -212,7 +195,7 @@ fn an_engine_that_is_killed_or_replaced_while_reads_are_late_leaves_each_page_to
                 scope.spawn(move || assert!((first..4096).step_by(8).all(|page| ram.is_marked(page))));
             }
             fuse.wait_for_held(1);
-            // They are late when all of this is over.
+            // After this, the reads are late.
             Guest::start(&daemon, "other", "--workload uniform --ram 16M --limit 8M").finish();
             let old = daemon.engine_pid().expect("an engine");
             if is_killed {
@@ -231,18 +214,18 @@ fn an_engine_that_is_killed_or_replaced_while_reads_are_late_leaves_each_page_to
             assert_eq!(ended(&daemon).stage, UpgradeStage::Done, "{}", daemon.log());
         }
     }
-    assert!(!is_said(&daemon, "page-lost", "mine"), "{}", daemon.log());
+    assert!(!daemon.has_event_of("mine", "page-lost"), "{}", daemon.log());
     assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
 }
 
 #[test]
-fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_there_wait() {
+fn a_vm_that_loses_words_while_the_disk_hangs_is_reopened_and_its_pages_there_wait() {
     let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
     let ram = Ram::new(4096);
     ram.mark();
     let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
-    // No write is under way, which would be waited for, and none begins: no more has to go.
+    // No write is in flight, which would be waited for, and none begins, because no more must be evicted.
     let is_there = |vm: VmStat| vm.resident_bytes <= 2 << 20 && vm.far_file_bytes == vm.far_bytes;
     until("all that is far is on the disk", || daemon.api.vm("mine").is_ok_and(is_there));
     let hangs = fuse.hold_on();
@@ -251,7 +234,7 @@ fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_
     let size = state.metadata().expect("stat").len();
     state.set_len(size - 4096).expect("cut");
     let lost = ram.lost(3584..4096);
-    until("it is opened again", || is_said(&daemon, "memory-mended", "mine"));
+    until("it is opened again", || daemon.has_event_of("mine", "memory-mended"));
     assert!(lost > 0 && daemon.vm("mine").far_bytes > 0);
     drop(hangs);
     assert_eq!(ram.lost(0..3584), 0, "{}", daemon.log());

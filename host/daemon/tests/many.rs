@@ -1,5 +1,5 @@
-//! Many VMs at once: what the engine has for them does not grow with their number. A real keeper and engine; the VMMs
-//! are clients in this process. Needs root.
+//! Many VMs at once: the engine's threads and descriptors do not grow with their number. A real keeper and engine; the
+//! VMMs are clients in this process. Needs root.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn forty_vms_that_fault_and_then_idle_have_no_more_threads_than_the_cpus_allow()
     let name = |number: usize| format!("vm-{number}");
     let attach = |(number, ram): (usize, &Ram)| ram.vm(&daemon, &name(number)).attach().expect("attach");
     let _clients: Vec<_> = rams.iter().enumerate().map(attach).collect();
-    // The keeper has answered; the engine may still be opening the last ones, and waits for them.
+    // The keeper has replied; the engine may still be opening the last ones, and waits for them.
     (0..rams.len()).for_each(|number| drop(daemon.api.set_limit(&name(number), Some(LIMIT)).expect("a limit")));
     for _ in 0..2 {
         (0..rams.len()).for_each(|number| {
@@ -35,7 +35,7 @@ fn forty_vms_that_fault_and_then_idle_have_no_more_threads_than_the_cpus_allow()
         assert!(rams.iter().all(|ram| (0..PAGES).all(|page| ram.is_marked(page))), "a byte was lost");
     }
     let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
-    // One that waits in the kernel for a moment has a spare, which ends when it is not needed.
+    // A thread that waits briefly in the kernel has a spare, which ends when it is not needed.
     until("there are few threads", || threads(engine) <= 4 * cpus + 16);
     assert_eq!(daemon.engine_pid(), Some(engine), "it is still the same engine");
 }

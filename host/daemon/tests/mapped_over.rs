@@ -1,5 +1,5 @@
-//! A VMM that maps something over parts of its RAM, as QEMU does to get rid of a page with a memory error: the rest is
-//! held to its limit. A real keeper and engine, and the client that VMMs link. Needs userfaultfd.
+//! A VMM that maps something over parts of its RAM, as QEMU does to replace a page with a memory error: the rest is
+//! held to its limit. A real keeper and engine, and the client library. Needs userfaultfd.
 
 mod common;
 
@@ -14,18 +14,17 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 const PAGES: u64 = 16 << 10;
 const LIMIT: u64 = 16 << 20;
-/// In every `EVERY` pages, `HOLE` are mapped over: every batch of a reclaim worker has some.
+/// Of each `EVERY` pages, `HOLE` are mapped over: each batch of a reclaim worker has some.
 const EVERY: u64 = 512;
 const HOLE: u64 = 4;
 
 /// What is mapped over guest RAM.
 #[derive(Clone, Copy)]
 enum With {
-    /// The same part of the same file.
+    /// The part of the file that was mapped there before.
     Itself,
-    /// Nothing.
     Nothing,
-    /// A file that may not be written, of which userfaultfd takes nothing.
+    /// A read-only file, which userfaultfd does not register.
     ReadOnly,
 }
 
@@ -57,7 +56,7 @@ fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
     };
 }
 
-/// A VM whose pages are marked, in this process.
+/// A VM of this process with marked pages.
 fn served(daemon: &Daemon) -> (Ram, Client) {
     let ram = Ram::new(PAGES);
     ram.mark();
@@ -70,10 +69,6 @@ fn held(daemon: &Daemon) -> bool {
     daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= LIMIT)
 }
 
-fn kept_events(daemon: &Daemon) -> usize {
-    daemon.api.events().expect("events").iter().filter(|event| event.kind == "ram-kept").count()
-}
-
 #[test]
 fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byte() {
     if no_uffd() {
@@ -84,7 +79,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
     (0..PAGES).step_by(EVERY as usize).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));
-    assert_eq!(kept_events(&daemon), 1);
+    assert_eq!(daemon.events("ram-kept").len(), 1);
     // Now some whose pages may be far, or in quarantine.
     let later = |page: &u64| page % EVERY == EVERY / 2;
     (0..PAGES).filter(later).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
@@ -93,8 +88,8 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
     until("the limit holds again", || held(&daemon));
     let wrong = (0..PAGES).rev().filter(|page| !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
-    assert_eq!(kept_events(&daemon), 1, "it is said once");
-    // A successor finds out for itself.
+    assert_eq!(daemon.events("ram-kept").len(), 1, "it is said once");
+    // A successor finds out itself.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     until("the limit holds after a takeover", || held(&daemon));
@@ -103,23 +98,23 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
 }
 
 #[test]
-fn what_is_mapped_over_before_it_is_watched_keeps_its_chunk_and_no_other() {
+fn a_page_mapped_over_before_registration_costs_only_its_chunk() {
     if no_uffd() {
         return;
     }
     let daemon = Daemon::start(QUICK);
-    // Two chunks of 32 MiB, of which one has something in it that is no RAM.
+    // Two chunks of 32 MiB; one has a page that is no RAM.
     let (ram, client) = served(&daemon);
     map_over(&client, &ram, 100, 1, With::Nothing);
     daemon.api.set_limit("web", Some(40 << 20)).expect("limit");
     until("the limit holds", || daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= 40 << 20));
-    assert_eq!(kept_events(&daemon), 1);
+    assert_eq!(daemon.events("ram-kept").len(), 1);
     let wrong = (0..PAGES).filter(|page| *page != 100 && !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
 }
 
 #[test]
-fn a_vm_with_something_in_its_ram_that_is_no_ram_is_served_by_the_next_engine_and_by_an_upgrade() {
+fn a_vm_with_other_mappings_in_its_ram_is_served_by_the_next_engine() {
     if no_uffd() {
         return;
     }
@@ -127,7 +122,7 @@ fn a_vm_with_something_in_its_ram_that_is_no_ram_is_served_by_the_next_engine_an
     let (ram, client) = served(&daemon);
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));
-    // All of it is registered by now. No page of what is mapped over is wanted any more.
+    // All of it is registered by now. No page that is mapped over is used any more.
     let holes = [3, 100, 8191, 8192, PAGES - 1];
     for (page, with) in holes.iter().zip([With::Nothing, With::ReadOnly].into_iter().cycle()) {
         map_over(&client, &ram, *page, 1, with);

@@ -1,13 +1,13 @@
-//! A VMM that holds its own `mmap_lock` in the kernel, over a file server that does not answer: every other VM is
-//! served, whichever of engine and keeper dies meanwhile, and the VM itself again when the lock is free, with every
-//! byte right. Real processes, a real FUSE server. Needs root.
+//! A VMM that holds its own `mmap_lock` in the kernel, because a file server does not respond: each other VM is served,
+//! whichever of engine and keeper dies, and the VM itself again when the lock is free, with each byte right. Real
+//! processes, a real FUSE server. Needs root.
 
 mod common;
 
 use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 
-use ballast_api::{Track, VmStatus};
+use ballast_api::VmStatus;
 use ballast_base::Hva;
 use ballast_sys::Uffd;
 use ballast_testvm::fuse::{Fuse, Held};
@@ -17,7 +17,6 @@ use common::parking::{self, fuse, park, sleeps_in};
 use common::raw::{Ram, no_uffd, userfaultfd};
 use common::{BUSY, Daemon, QUICK, until};
 
-/// A guest that can be parked on `fuse`.
 fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {
     parking::parkable(daemon, fuse, name, BUSY)
 }
@@ -26,7 +25,7 @@ fn restored(daemon: &Daemon, name: &str) -> u64 {
     daemon.api.vm(name).map_or(0, |vm| vm.faults.restore)
 }
 
-/// All that others may want of the daemon works.
+/// Checks that all functions of the daemon for others work.
 fn everything_works(daemon: &Daemon, bystander: &str) {
     let before = restored(daemon, bystander);
     until("pages of the bystander come back", || restored(daemon, bystander) > before);
@@ -39,19 +38,10 @@ fn everything_works(daemon: &Daemon, bystander: &str) {
     until("the newcomer is forgotten", || daemon.api.vm("newcomer").is_err());
 }
 
-fn evicting(daemon: &Daemon, name: &str) {
-    until("pages go out and come back", || {
-        let vm = daemon.vm(name);
-        vm.reclaim.evicted_pages > 0 && vm.faults.restore > 0
-    });
-}
-
 fn is_said(daemon: &Daemon, vm: &str, pid: u32) -> bool {
-    let events = daemon.api.events().unwrap_or_default();
     let about = format!("process {pid},");
-    events
-        .iter()
-        .any(|event| event.kind == "vm-stuck" && event.vm.as_deref() == Some(vm) && event.message.contains(&about))
+    let is_it = |event: &ballast_api::Event| event.vm.as_deref() == Some(vm) && event.message.contains(&about);
+    daemon.events("vm-stuck").iter().any(is_it)
 }
 
 fn is_served(daemon: &Daemon, name: &str) -> bool {
@@ -62,15 +52,15 @@ fn is_served(daemon: &Daemon, name: &str) -> bool {
 fn one_parked<'a>(daemon: &Daemon, fuse: &'a Fuse) -> (Guest, Guest, Held<'a>) {
     let bystander = Guest::start(daemon, "bystander", BUSY);
     let mut parked = parkable(daemon, fuse, "parked");
-    evicting(daemon, "parked");
+    daemon.evicts("parked");
     let held = park(fuse, &mut parked, 1);
     (bystander, parked, held)
 }
 
-/// A VM that is not parked any more is served, and ends with every byte right.
+/// Checks that a VM that is no longer parked is served, and ends with each byte right.
 fn is_served_in_the_end(daemon: &Daemon, name: &str, guest: Guest) {
     until("the parked VM is served", || is_served(daemon, name));
-    evicting(daemon, name);
+    daemon.evicts(name);
     guest.finish();
 }
 
@@ -89,12 +79,12 @@ fn an_engine_dies_while_a_vmm_is_parked_and_its_successor_serves_all_others() {
 }
 
 #[test]
-fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_its_successor_serves_all_others() {
+fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_the_next_serves_all_others() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
     let (bystander, parked, held) = one_parked(&daemon, &fuse);
     let old = daemon.kill_engine();
-    // Its successor has to register the parked VM's memory: that needs the lock, and cannot be interrupted.
+    // Its successor must register the parked VM's memory: that needs the lock, and cannot be interrupted.
     let is_new = |pid: &u32| *pid != old;
     until("the engine sleeps in the parked VMM", || {
         daemon.engine_pid().filter(is_new).is_some_and(|pid| sleeps_in(pid, "orders", "userfaultfd_register"))
@@ -113,7 +103,7 @@ fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_its_successor_serves_all_oth
 }
 
 #[test]
-fn two_parked_vmms_and_a_server_that_goes_for_good() {
+fn two_parked_vmms_and_a_server_that_never_returns() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
     let bystander = Guest::start(&daemon, "bystander", BUSY);
@@ -141,7 +131,7 @@ fn more_parked_vmms_than_cpus_keep_nobody_from_being_served() {
     let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
     let names: Vec<String> = (0..cpus + 2).map(|number| format!("parked-{number}")).collect();
     let mut parked: Vec<Guest> = names.iter().map(|name| parkable(&daemon, &fuse, name)).collect();
-    names.iter().for_each(|name| evicting(&daemon, name));
+    names.iter().for_each(|name| daemon.evicts(name));
     let held: Vec<Held<'_>> = parked.iter_mut().enumerate().map(|(at, guest)| park(&fuse, guest, at + 1)).collect();
     for _ in 0..3 {
         everything_works(&daemon, "bystander");
@@ -221,14 +211,14 @@ impl Writing {
 
 impl Drop for Writing {
     fn drop(&mut self) {
-        // Closing it lets the fault go on.
+        // To close it lets the fault continue.
         drop(self.uffd.take());
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 #[test]
-fn a_vmm_that_holds_the_lock_of_its_ram_file_keeps_nobody_from_the_api_and_from_the_policy() {
+fn a_vmm_that_holds_the_lock_of_its_ram_file_blocks_neither_api_nor_policy() {
     if no_uffd() {
         return;
     }
@@ -237,7 +227,7 @@ fn a_vmm_that_holds_the_lock_of_its_ram_file_keeps_nobody_from_the_api_and_from_
     ram.mark();
     let _client = ram.vm(&daemon, "holder").attach().expect("attach");
     let bystander = Guest::start(&daemon, "bystander", BUSY);
-    daemon.api.set_track("holder", Track::On).expect("track");
+    daemon.api.set_track("holder", true).expect("track");
     until("it is tracked", || daemon.api.heat("holder", 8).is_ok_and(|heat| heat.cycles > 0));
     let written = Writing::to(ram.fd.try_clone().expect("dup"));
     daemon.api.set_limit("holder", Some(4 << 20)).expect("a limit");

@@ -1,5 +1,5 @@
-//! VMs whose RAM is in pieces of files, under a real keeper and engine that are killed. Needs root (userfaultfd).
-//! The VMs are this process, with the client that VMMs link.
+//! VMs whose RAM is in pieces of files, under a real keeper and engine that are killed. Needs root (userfaultfd). The
+//! VMs are this process, with the client library.
 
 mod common;
 
@@ -17,7 +17,7 @@ const LIMIT: u64 = 2 << 20;
 /// Pages of a file: file, first, count.
 type Piece<'a> = (&'a OwnedFd, u64, u64);
 
-/// A VM of this RAM, mapped here, whose pages are marked.
+/// A VM of this RAM, mapped here, with marked pages.
 fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
     let mapped: Vec<_> = pieces.iter().map(|(fd, first, count)| (fd, first * PAGE, (count * PAGE) as usize)).collect();
     let map = Mapping::shared_pieces(&mapped).expect("map");
@@ -35,7 +35,7 @@ fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
 }
 
 #[test]
-fn vms_in_pieces_of_one_file_are_held_to_their_limits_and_lose_no_byte_when_any_process_is_killed() {
+fn vms_in_pieces_of_one_file_keep_limits_and_bytes_when_any_process_is_killed() {
     if no_uffd() {
         return;
     }
@@ -56,7 +56,7 @@ fn vms_in_pieces_of_one_file_are_held_to_their_limits_and_lose_no_byte_when_any_
     assert_eq!(daemon.vm("first").size_bytes, 2401 * PAGE);
     for round in 0..9 {
         let engine = daemon.engine_pid().expect("an engine");
-        // The engine alone; the keeper alone, whose engine is ended by the next; both.
+        // The engine alone; the keeper alone, whose engine is ended by the next keeper; both.
         if round % 3 != 0 {
             daemon.kill_keeper();
         }

@@ -14,8 +14,8 @@ use common::raw::{Ram, no_uffd};
 use common::{Daemon, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-/// A file of one page of 1 GiB, without the page, and where it is mapped; `None`, and said why, where there are no
-/// such pages.
+/// A file for one page of 1 GiB, without the page, and its mapping; `None`, with a message, where there are no such
+/// pages.
 fn gib() -> Option<(OwnedFd, Mapping)> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB;
     let made = memfd_create("ballast-test", flags).map_err(std::io::Error::from).and_then(|fd| {
@@ -27,7 +27,7 @@ fn gib() -> Option<(OwnedFd, Mapping)> {
 }
 
 #[test]
-fn ram_in_pages_of_a_gib_pins_its_vm_also_when_it_is_plugged_into_one_that_is_paged() {
+fn ram_in_1_gib_pages_pins_its_vm_even_if_plugged_into_a_paged_one() {
     const LIMIT: u64 = 1 << 20;
     if no_uffd() {
         return;
@@ -55,7 +55,7 @@ fn ram_in_pages_of_a_gib_pins_its_vm_also_when_it_is_plugged_into_one_that_is_pa
     grows.add_region(dimm, at, Bytes(GIB), Bytes(0)).expect("plugged");
     until("all of it is pinned", || class("grows") == Some(VmClass::Pinned));
     assert!((0..1024).all(|page| ram.is_marked(page)), "a byte was lost");
-    // A touch goes on before its page counts as resident.
+    // A touch continues before its page counts as resident.
     let all = (GIB + 1024 * 4096, 1024 * 4096);
     until("nothing goes any more", || {
         let vm = daemon.vm("grows");

@@ -1,5 +1,5 @@
-//! The governor over real VMs: limits follow the policy, the operator's words hold, programs come and go, and no
-//! byte is wrong whatever the limits do.
+//! The governor over real VMs: limits follow the policy, operators' settings hold, programs come and go, and no byte is
+//! wrong whatever the limits are.
 
 mod common;
 
@@ -25,14 +25,13 @@ fn targets(daemon: &Daemon) -> Vec<Option<u64>> {
     daemon.api.vms().expect("VMs").iter().map(|vm| vm.target_bytes).collect()
 }
 
-/// Has this VM this target, except the memory kept back while the host is short: 2/64 of the budget?
+/// Whether this VM has this target, except for memory kept free while the host is short: 2/64 of the budget.
 fn has(daemon: &Daemon, name: &str, target: u64) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.target_bytes.is_some_and(|has| has <= target && has >= target - target / 32))
 }
 
 fn has_event(daemon: &Daemon, kind: &str, text: &str) -> bool {
-    let events = daemon.api.events().expect("events");
-    events.iter().any(|event| event.kind == kind && event.message.contains(text))
+    daemon.events(kind).iter().any(|event| event.message.contains(text))
 }
 
 fn refusal(result: Result<impl std::fmt::Debug, ClientError>) -> (u16, String) {
@@ -47,7 +46,7 @@ fn set(policy: Kind) -> PolicyPatch {
 }
 
 #[test]
-fn maestro_divides_a_budget_that_is_too_small_between_busy_vms_and_no_byte_is_wrong() {
+fn maestro_divides_too_small_a_budget_between_busy_vms_and_no_byte_is_wrong() {
     if common::raw::no_uffd() {
         return;
     }
@@ -77,7 +76,7 @@ fn maestro_divides_a_budget_that_is_too_small_between_busy_vms_and_no_byte_is_wr
 }
 
 #[test]
-fn without_a_policy_nobody_has_a_target_and_one_that_is_set_and_taken_back_leaves_none() {
+fn without_a_policy_nobody_has_a_target_and_a_policy_leaves_none_when_it_ends() {
     if common::raw::no_uffd() {
         return;
     }
@@ -109,7 +108,7 @@ fn without_a_policy_nobody_has_a_target_and_one_that_is_set_and_taken_back_leave
 }
 
 #[test]
-fn what_an_operator_said_outlives_the_engine_and_so_does_a_policy_set_while_it_ran() {
+fn operators_settings_and_a_policy_set_while_it_ran_outlive_the_engine() {
     if common::raw::no_uffd() {
         return;
     }
@@ -136,14 +135,14 @@ fn what_an_operator_said_outlives_the_engine_and_so_does_a_policy_set_while_it_r
     assert_eq!((again.settings, again.limit_bytes, again.class), (vm.settings, Some(40 * MIB), VmClass::Guaranteed));
     let stat = daemon.api.policy().expect("policy");
     assert_eq!((stat.policy, stat.tick_ms, stat.budget_bytes), (Kind::Pressure, 30, Some(64 * MIB)));
-    // Hands off: no policy gives it a target.
+    // Without authority over it, no policy gives it a target.
     until("it decided about the VM", || !daemon.api.decisions("one").expect("decisions").is_empty());
     assert_eq!(daemon.vm("one").target_bytes, None);
     guest.finish();
 }
 
 #[test]
-fn contradictions_and_promises_that_cannot_be_kept_are_refused_and_change_nothing() {
+fn contradictions_and_impossible_promises_are_refused_and_change_nothing() {
     if common::raw::no_uffd() {
         return;
     }
@@ -177,7 +176,7 @@ fn contradictions_and_promises_that_cannot_be_kept_are_refused_and_change_nothin
         refusal(daemon.api.patch_policy(&PolicyPatch { budget_bytes: Some(Some(32 * MIB)), ..Default::default() }));
     assert!(status == 422 && why.contains("40 MiB, and the budget is 32 MiB"), "{why}");
     until("the reservation is kept", || daemon.vm("one").target_bytes.is_some_and(|target| target >= 40 * MIB));
-    // A limit and a reservation that only go together are set together.
+    // A limit and a reservation that are only consistent together are set together.
     let both = VmPatch { reservation_bytes: Some(Some(10 * MIB)), ..limit(12 * MIB) };
     assert_eq!(daemon.api.patch_vm("one", &both).expect("both").limit_bytes, Some(12 * MIB));
     until("no plan exceeds the limit", || daemon.vm("one").target_bytes.is_some_and(|target| target <= 12 * MIB));
@@ -186,12 +185,12 @@ fn contradictions_and_promises_that_cannot_be_kept_are_refused_and_change_nothin
 }
 
 #[test]
-fn the_pressure_policy_takes_what_an_idle_vm_does_not_touch_and_leaves_what_is_protected() {
+fn the_pressure_policy_takes_idle_memory_and_leaves_protected_memory() {
     if common::raw::no_uffd() {
         return;
     }
     const PAGES: u64 = 4096;
-    let daemon = Daemon::start(&(config("pressure", "1G") + "watermark = \"1M\"\n"));
+    let daemon = Daemon::start(&config("pressure", "1G"));
     let ram = Ram::new(PAGES);
     ram.mark();
     let _client = ram.vm(&daemon, "idle").attach().expect("attach");
@@ -210,7 +209,7 @@ fn the_pressure_policy_takes_what_an_idle_vm_does_not_touch_and_leaves_what_is_p
     for page in 0..PAGES {
         assert!(ram.is_marked(page), "page {page}");
     }
-    // Reading it all stalls it: then it may have more, until it is idle again.
+    // To read it all stalls it: then it may have more, until it is idle again.
     until("it gets memory back", || {
         assert!((0..PAGES).all(|page| ram.is_marked(page)));
         daemon.vm("idle").target_bytes.is_some_and(|target| target > 6 * MIB)
@@ -248,7 +247,7 @@ fn a_pinned_vm_and_one_with_an_orphaned_engine_are_left_alone() {
 }
 
 #[test]
-fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does() {
+fn a_program_with_a_lease_decides_until_it_is_silent_and_then_the_policy_does() {
     if common::raw::no_uffd() {
         return;
     }
@@ -276,7 +275,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
         let (status, why) = refusal(daemon.api.put_plan(&request));
         assert!(status == 422 && why.contains(text), "{request:?}: {why}");
     }
-    // A lease that is renewed in time, for as long as this test looks.
+    // A lease that is renewed in time, during this test.
     let renew = || daemon.api.put_plan(&plan(20 * MIB, 2000)).expect("accepted");
     assert_eq!(renew().decisions[0].limit_bytes, Some(20 * MIB));
     until("its limit holds", || {
@@ -284,7 +283,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
         let vm = daemon.vm("one");
         vm.target_bytes == Some(20 * MIB) && vm.resident_bytes < 40 * MIB
     });
-    // This thread may be kept for longer than a lease lasts.
+    // This thread may be delayed for longer than a lease lasts.
     until("it has the lease", || {
         renew();
         daemon.api.policy().expect("policy").lease.is_some_and(|lease| lease.holder == "mine")
@@ -294,7 +293,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
     until("the policy decides again", || daemon.vm("one").target_bytes == Some(48 * MIB));
     assert!(has_event(&daemon, "policy-lease", "the program mine decides from now on"));
     assert!(has_event(&daemon, "policy-lease-lost", "put no plan for 2000 ms: the policy maestro decides again"));
-    // A plan that the operator's words overtake ends the lease, too.
+    // A plan that contradicts an operator's new settings ends the lease, too.
     daemon.api.put_plan(&plan(20 * MIB, 60_000)).expect("accepted");
     let more = VmPatch { reservation_bytes: Some(Some(30 * MIB)), ..VmPatch::default() };
     daemon.api.patch_vm("one", &more).expect("reserve");
@@ -304,7 +303,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
 }
 
 #[test]
-fn the_example_policy_in_python_decides_and_when_it_is_killed_the_policy_takes_over() {
+fn the_example_policy_in_python_decides_and_after_its_death_the_policy_does() {
     let python = Command::new("python3").arg("--version").output().err();
     if common::raw::no_uffd() || common::missing("python3", python.map(|error| error.to_string())) {
         return;
@@ -330,7 +329,7 @@ fn the_example_policy_in_python_decides_and_when_it_is_killed_the_policy_takes_o
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
-/// A cgroup of a test's own, removed at its end.
+/// A cgroup of a test, removed at its end.
 struct Cgroup(PathBuf);
 
 impl Cgroup {
@@ -352,7 +351,7 @@ impl Drop for Cgroup {
 }
 
 #[test]
-fn the_kernels_stall_is_read_where_a_vm_has_a_cgroup_to_itself() {
+fn the_kernels_stall_is_read_if_a_vm_has_a_cgroup_to_itself() {
     if common::raw::no_uffd() {
         return;
     }

@@ -1,7 +1,7 @@
 //! The pool in a real daemon: no VM finds another one's data, when any process is killed at any time.
 //!
-//! A VM is this program again, as a test that does nothing unless it is told to be one: it takes memory, looks for what
-//! is not zero, and writes a secret into every page until it is killed.
+//! A VM is this program again, run as a test that does nothing unless it is told to be one: it takes memory, searches
+//! it for non-zero bytes, and writes a secret into each page until it is killed.
 
 mod common;
 
@@ -25,7 +25,7 @@ use common::{missing, until};
 
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 const BE_A_VM: &str = "BALLAST_TEST_POOL_VM";
-/// Somebody else's memory was there.
+/// Another VM's data was found.
 const FOUND: i32 = 77;
 
 fn lend(bytes: u64) -> LendRequest {
@@ -35,12 +35,12 @@ fn lend(bytes: u64) -> LendRequest {
 impl Pooled {
     fn vm(&self, name: &str, mib: u64) -> Child {
         let mut command = Command::new(std::env::current_exe().expect("own program"));
-        command.args(["--exact", "a_vm_that_looks_for_what_others_left", "--nocapture"]);
+        command.args(["--exact", "a_vm_that_searches_for_others_data", "--nocapture"]);
         command.env(BE_A_VM, format!("{name} {mib} {}", self.dir.join("pool.sock").display()));
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("start")
     }
 
-    /// Wait until a VM has looked through all of its memory, and found nothing.
+    /// Waits until a VM has searched all of its memory, and found nothing.
     fn searched(&self, vm: &mut Child, name: &str) {
         until("the VM has looked through all of its memory", || {
             let ended = vm.try_wait().expect("look").map(|status| status.code());
@@ -51,16 +51,16 @@ impl Pooled {
 }
 
 #[test]
-fn a_vm_that_looks_for_what_others_left() {
+fn a_vm_that_searches_for_others_data() {
     let Ok(told) = std::env::var(BE_A_VM) else { return };
     let [name, mib, socket] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{told}") };
     let size = Bytes(mib.parse::<u64>().expect("a number") * MIB);
-    // Of a page of 1 GiB, one word of each 64 bytes is looked at and written.
+    // Of a 1 GiB page, one word of each 64 bytes is searched and written.
     let (pages, step) = match name {
         _ if name.contains("gib") => (Pages::Gib, 8),
         _ => (Pages::Slices, 1),
     };
-    // One on demand is attached before it touches anything, or it is no VM.
+    // A VM on demand is attached before it touches anything.
     let pages = if name.starts_with("demand") { Pages::OnDemand } else { pages };
     let wanted = Take { name: name.into(), size, pages, nodes: Nodes::Any };
     let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
@@ -86,7 +86,7 @@ fn a_vm_that_looks_for_what_others_left() {
     }
     std::fs::write(Path::new(socket).with_file_name(format!("{name}.searched")), "").expect("say so");
     let _attached = pieces.filter(|_| name.starts_with("managed")).map(|pieces| attach(pieces).expect("attach"));
-    // A test that failed leaves none behind.
+    // A failed test leaves no VM behind.
     let parent = rustix::process::getppid();
     while rustix::process::getppid() == parent {
         std::thread::sleep(Duration::from_millis(50));
@@ -94,7 +94,7 @@ fn a_vm_that_looks_for_what_others_left() {
 }
 
 #[test]
-fn a_managed_vm_pages_in_huge_pages_of_the_pool_and_what_was_far_of_it_is_not_written_back() {
+fn a_managed_vm_pages_in_huge_pages_of_the_pool_without_a_write_back_at_its_end() {
     let Some(pooled) = Pooled::start("", 64) else { return };
     if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err()) {
         return;
@@ -117,7 +117,7 @@ fn a_managed_vm_pages_in_huge_pages_of_the_pool_and_what_was_far_of_it_is_not_wr
 }
 
 #[test]
-fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what() {
+fn memory_of_a_killed_vm_returns_zeroed_and_a_new_engine_knows_all_owners() {
     let Some(pooled) = Pooled::start("", 64) else { return };
     let mut vm = pooled.vm("first", 32);
     // Until it has received its memory, it asks the next engine again.
@@ -129,7 +129,7 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
     assert_eq!(pooled.stat().vms[0].name, "first");
     vm.kill().expect("kill");
     vm.wait().expect("reap");
-    // One that asks for all of it waits until it is there.
+    // A VM that asks for all of it waits until it is there.
     let mut next = pooled.vm("next", 64);
     pooled.searched(&mut next, "next");
     next.kill().expect("kill");
@@ -138,7 +138,7 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
     assert_eq!(pooled.pages(), 32);
     let lent = pooled.daemon().api.lend_pool(&lend(64 * MIB)).expect("lend");
     assert_eq!((lent.nodes[0].lent_bytes, pooled.pages()), (64 * MIB, 0));
-    // Up to so much while the host is short: kept by the engine that follows, until another command.
+    // A loan for the time that the host is short, up to an amount: the next engine keeps it until another command.
     let when_short = LendRequest { when_short: true, ..lend(128 * MIB) };
     let set = pooled.daemon().api.lend_pool(&when_short).expect("lend");
     assert_eq!((set.lent_when_short_bytes, set.nodes[0].lent_bytes), (128 * MIB, 64 * MIB));
@@ -154,7 +154,7 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
 }
 
 #[test]
-fn a_vm_on_pages_of_a_gib_is_pinned_and_keeps_them_as_engine_and_keeper_die_and_the_next_vm_finds_zeros() {
+fn a_vm_on_pages_of_a_gib_is_pinned_through_deaths_and_the_next_finds_zeros() {
     let Some(mut pooled) = Pooled::of("", 2 << 10, PoolPages::Gib) else { return };
     if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err()) {
         return;
@@ -181,7 +181,7 @@ fn a_vm_on_pages_of_a_gib_is_pinned_and_keeps_them_as_engine_and_keeper_die_and_
         pooled.daemon.as_mut().expect("it runs").kill_and_restart_keeper(with_engine);
         until("the next keeper's engine has both", || has(&pooled, GIB) && is_pinned(&pooled));
     }
-    // Only what is zeroed is lent, and the new engine zeroes the free page once more.
+    // Only zeroed memory is lent, and the new engine zeroes the free page once more.
     pooled.settled(1 << 10);
     let lent = pooled.daemon().api.lend_pool(&LendRequest { pages: PoolPages::Gib, ..lend(2 * GIB) }).expect("lend");
     let gib = lent.gib.expect("it is there");
@@ -200,7 +200,7 @@ fn a_vm_on_pages_of_a_gib_is_pinned_and_keeps_them_as_engine_and_keeper_die_and_
     assert!(metrics.contains("ballast_pool_ready_gib_bytes{node=\"0\",pages=\"1G\"} 1073741824"), "{metrics}");
 }
 
-/// Ends threads that look.
+/// Ends the threads on drop.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -210,7 +210,7 @@ impl Drop for Stop<'_> {
 }
 
 #[test]
-fn memory_is_taken_and_lent_in_the_middle_of_upgrades_and_no_request_is_refused() {
+fn memory_is_taken_and_lent_during_upgrades_and_no_request_is_refused() {
     let Some(pooled) = Pooled::start("", 64) else { return };
     let this = PathBuf::from(env!("CARGO_BIN_EXE_ballastd"));
     let other = pooled.dir.join("ballastd-other");
@@ -245,7 +245,7 @@ fn memory_is_taken_and_lent_in_the_middle_of_upgrades_and_no_request_is_refused(
         }
     };
     std::thread::scope(|scope| {
-        // Also if this thread panics.
+        // Even if this thread panics.
         let _stop = Stop(&stop);
         let threads = [scope.spawn(|| takes("one")), scope.spawn(|| takes("two")), scope.spawn(lends)];
         for round in 0..6 {
@@ -273,9 +273,9 @@ fn memory_is_taken_and_lent_in_the_middle_of_upgrades_and_no_request_is_refused(
 }
 
 #[test]
-fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at_any_time() {
+fn no_vm_finds_anothers_memory_and_no_page_is_lost_whatever_is_killed() {
     let Some(mut pooled) = Pooled::start("", 64) else { return };
-    let kills = std::env::var("BALLAST_POOL_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(40);
+    let kills = std::env::var("BALLAST_POOL_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(20);
     let lent = |pool: &PoolStat| pool.nodes.first().map(|node| node.lent_bytes);
     let mut rng = Random::seeded("BALLAST_POOL_SEED");
     let mut vms: Vec<Child> = Vec::new();
@@ -291,13 +291,13 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
         assert_ne!(status.code(), Some(FOUND), "a VM found another one's memory");
     };
     for number in 0..kills {
-        // Some ask for more than is left, and wait for what another one leaves.
+        // Some ask for more than is left, and wait for another VM's memory.
         let kind = if is_on_demand_there && rng.index(3) == 0 { "demand" } else { "vm" };
         vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.index(5)]));
         std::thread::sleep(Duration::from_millis(rng.index(40) as u64));
         match rng.index(6) {
             0 => {
-                // The last one may be dead, and the next one not started.
+                // The last engine may be dead, and the next one not started.
                 if let Some(old) = pooled.daemon().engine_pid() {
                     common::kill(old);
                     if rng.index(2) == 0 {
@@ -306,14 +306,14 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
                 }
             }
             1 => {
-                // The one that is there now may be on its way out.
+                // The current engine may be about to end.
                 let daemon = pooled.daemon.as_mut().expect("it runs");
                 if let Some(engine) = daemon.engine_pid() {
                     daemon.kill_and_restart_keeper_of(engine, rng.index(2) == 0);
                 }
             }
             2 | 3 => {
-                // Killed in the middle of it now and then: by the next round.
+                // Sometimes killed in the middle of it, by the next round.
                 let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
                 let bytes = rng.index(40) as u64 * MIB;
                 let lender = move || drop(api.lend_pool(&lend(bytes)));
@@ -327,17 +327,17 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
         }
     }
     vms.into_iter().for_each(end);
-    // A request that was cut off is sent again: only now is none under way.
+    // A request that was cut off is repeated: only now is none in progress.
     lenders.into_iter().for_each(|lender| lender.join().expect("joined"));
     until("all is taken back", || {
         let taken = pooled.daemon().api.lend_pool(&lend(0));
         taken.is_ok_and(|pool| lent(&pool) == Some(0))
     });
-    // A request of a VM that is dead may still be answered, and its memory comes back.
+    // A request of a dead VM may still be answered, and its memory returns.
     until("nobody has memory", || pooled.stat().vms.is_empty());
     pooled.settled(64);
     assert_eq!(pooled.pages(), 32, "a page is lost, or one too many");
-    // With nobody there, it is as it must be.
+    // Without VMs, the pool is as it must be.
     let daemon = pooled.daemon.as_mut().expect("it runs");
     let engine = daemon.engine_pid();
     daemon.kill_keeper();

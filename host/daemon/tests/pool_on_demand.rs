@@ -1,8 +1,8 @@
-//! Memory of the pool that comes as it is touched: every first touch is the engine's, also after any process was
-//! killed, and where no page is free it waits.
+//! Memory of the pool that is allocated on demand: each first touch is handled by the engine, even after any process
+//! was killed, and waits where no page is free.
 //!
-//! A VM is this program again, as a test that does nothing unless it is told to be one. It touches as much as a file
-//! says, and looks at all that it has touched again and again.
+//! A VM is this program again, run as a test that does nothing unless it is told to be one. It touches as much as a
+//! file says, and checks all of that again and again.
 
 mod common;
 
@@ -27,15 +27,15 @@ use common::{missing, until};
 const BE_A_VM: &str = "BALLAST_TEST_ON_DEMAND_VM";
 const POOL: u64 = 64;
 const VM: u64 = 40;
-/// Threads of a VM that touches all it has at once.
+/// Threads of a VM that touches all of its memory at once.
 const GREEDY: usize = 4;
 
-/// What a VM writes to a word.
+/// The content of a word.
 fn secret(at: usize) -> u64 {
     at as u64 ^ 0x5ec2_e75e_c2e7_5ec2
 }
 
-/// What a VM was told last: the number of the order, how many MiB to touch, and whether again and again.
+/// The last order to a VM: its number, how many MiB to touch, and whether repeatedly.
 fn told(dir: &Path, name: &str) -> Option<(u64, u64, bool)> {
     let text = std::fs::read_to_string(dir.join(format!("{name}.told"))).ok()?;
     let mut words = text.split(' ').map(|word| word.parse().ok());
@@ -47,7 +47,7 @@ fn say(dir: &Path, file: &str, text: &str) {
     std::fs::rename(dir.join("new").with_extension(file), dir.join(file)).expect("rename");
 }
 
-/// Look at every word of these 2 MiB, or write each for the first time.
+/// Checks each word of these 2 MiB, or writes it for the first time.
 fn look(map: &Mapping, at: usize, is_new: bool) {
     for (number, word) in map.words(at, HUGE_SIZE / 8).iter().enumerate() {
         let (place, expected) = (at + number * 8, if is_new { 0 } else { secret(at + number * 8) });
@@ -98,7 +98,7 @@ fn a_vm_that_touches_as_much_as_it_is_told() {
     }
 }
 
-/// A VM that was told nothing yet.
+/// A VM without orders yet.
 struct Vm {
     process: Child,
     dir: PathBuf,
@@ -122,7 +122,7 @@ impl Vm {
         vm
     }
 
-    /// Pages of 2 MiB of each node that it has on demand.
+    /// Pages of 2 MiB that it has on demand, by node.
     fn pages_by_node(&self) -> BTreeMap<u32, u64> {
         let maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.process.id())).expect("its maps");
         let mut pages = BTreeMap::new();
@@ -139,7 +139,7 @@ impl Vm {
         say(&self.dir, &format!("{}.told", self.name), &format!("{} {mib} {}", self.orders, u8::from(again)));
     }
 
-    /// Have it touch so much, and look at all of that.
+    /// Makes it touch this much, and check all of that.
     fn tell(&mut self, mib: u64) {
         self.order(mib, false);
     }
@@ -167,7 +167,7 @@ impl Drop for Vm {
     }
 }
 
-/// A pool on one node, of which more than there is can be promised.
+/// A pool on one node, which can promise more than it has.
 fn pool() -> Option<Pooled> {
     pool_of(1, POOL)
 }
@@ -186,7 +186,7 @@ fn pool_of(nodes: usize, mib: u64) -> Option<Pooled> {
 }
 
 #[test]
-fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_process_was_killed() {
+fn a_vm_on_demand_has_what_it_touched_and_the_rest_is_promised_even_after_any_kill() {
     let Some(mut pooled) = pool() else { return };
     let mut vm = Vm::start(&pooled, "demand", VM);
     let mib = |bytes: u64| bytes / MIB;
@@ -201,7 +201,7 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
     assert_eq!((vm_now.resident_bytes, vm_now.size_bytes, vm_now.registered_bytes), (0, VM * MIB, VM * MIB));
     vm.touch(10);
     assert_eq!(seen(&pooled), (VM, 10, VM));
-    // No more is promised than is there: to a VM, whichever way, or to the host.
+    // No more is promised than is there: to a VM, in either way, or to the host.
     for pages in [Pages::OnDemand, Pages::Slices] {
         let wanted = Take { name: "next".into(), size: Bytes(32 * MIB), pages, nodes: Nodes::Any };
         let said = take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string();
@@ -216,7 +216,7 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
     assert!(lent.nodes[0].lent_bytes <= (POOL - VM) * MIB, "{lent:?}");
     pooled.daemon().api.lend_pool(&lend(0)).expect("take back");
 
-    // Touches wait for the next engine, and find zeros there. It sets aside what its predecessor did.
+    // Touches wait for the next engine, and find zeros there. It sets aside as much as its predecessor.
     let old = pooled.daemon().engine_pid().expect("it runs");
     common::kill(old);
     vm.tell(20);
@@ -235,7 +235,7 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
     });
     assert_eq!(seen(&pooled), (VM, 30, VM));
 
-    // It is paged like any other VM on huge pages, and its free pages are the next touches'.
+    // It is paged like any other VM on huge pages, and its free pages are for the next touches.
     pooled.daemon().api.set_limit("demand", Some(16 * MIB)).expect("limit");
     until("it is within its limit", || {
         let vm = stat(&pooled);
@@ -255,11 +255,11 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
 }
 
 #[test]
-fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_of_the_vm_is_far() {
+fn a_first_touch_without_a_free_page_waits_until_another_page_of_the_vm_is_far() {
     let Some(pooled) = pool() else { return };
     let mut vm = Vm::start(&pooled, "demand", VM);
     vm.touch(20);
-    // Another user of huge pages has all that are free.
+    // Another user of huge pages has all free ones.
     let free = pooled.host.pages(0).expect("pages").free;
     let size = free * HUGE_SIZE as u64;
     let hog = memfd::create_huge("hog", Bytes(size)).expect("a file");
@@ -271,11 +271,11 @@ fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_o
     until("a touch waits", || waited() > before + 200_000);
     let before = pooled.daemon().api.vm("demand").expect("it is there").resident_bytes;
     assert_eq!(before, 20 * MIB);
-    // It is not the kernel's touch, which would end the VM; what it has goes far, and makes room.
+    // The kernel does not handle the touch, which would end the VM; eviction of its other pages makes room.
     pooled.daemon().api.set_limit("demand", Some(16 * MIB)).expect("limit");
     vm.goes_on();
     drop(hog);
-    // All else that is not limited leaves userfaultfd; this does not.
+    // All other memory without a limit is unregistered; this is not.
     pooled.daemon().api.set_limit("demand", None).expect("no limit");
     let all_is_registered = || pooled.daemon().api.vm("demand").is_ok_and(|vm| vm.registered_bytes == VM * MIB);
     assert!(all_is_registered());
@@ -286,21 +286,21 @@ fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_o
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
 }
 
-/// The pool of this size may promise half as much again as it has.
+/// Lets the pool promise half as much again as it has.
 fn overcommit(pooled: &Pooled, mib: u64) {
     let request = PoolRequest { bytes: Some(mib * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
     let pool = pooled.daemon().api.reserve_pool(&request).expect("reserve");
     assert_eq!((pool.overcommit_percent, pool.for_demand_bytes), (150, mib * MIB));
 }
 
-/// Why so much more is not promised.
+/// The reason why this much more is not promised.
 fn refusal(pooled: &Pooled, mib: u64, pages: Pages, nodes: Nodes) -> String {
     let wanted = Take { name: "next".into(), size: Bytes(mib * MIB), pages, nodes };
     take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string()
 }
 
 #[test]
-fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_engine_and_keeper_are_killed() {
+fn vms_promised_more_than_there_is_touch_all_of_it_in_turn_whatever_is_killed() {
     const EACH: u64 = POOL * 5 / 8;
     let Some(mut pooled) = pool() else { return };
     let mut first = Vm::start(&pooled, "first", EACH);
@@ -314,7 +314,7 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
         assert!(said.contains("are missing: up to 150 % of the 64 MiB"), "{said}");
         assert!(said.contains("which is 70 MiB now"), "a VM keeps an eighth: {said}");
     }
-    // What cannot go far is not promised twice.
+    // Memory that cannot be far is not promised twice.
     let guaranteed = |name: &str, class| {
         let patch = VmPatch { class: Some(Some(class)), ..VmPatch::default() };
         pooled.daemon().api.patch_vm(name, &patch).map(drop).map_err(|error| error.to_string())
@@ -347,7 +347,7 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
         why.iter().any(|why| why.contains("the pool has 64 MiB for VMs on demand, which were promised 80")),
         "{why:?}"
     );
-    // An engine that has not looked at the pool yet knows what was promised.
+    // An engine that has not read the pool yet knows the promises.
     let class_of = |name: &str, class| {
         let patch = VmPatch { class: Some(Some(class)), ..VmPatch::default() };
         pooled.daemon().api.patch_vm(name, &patch).map(drop).map_err(|error| error.to_string())
@@ -369,7 +369,7 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
 }
 
 #[test]
-fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_from_touching() {
+fn a_vm_that_touches_all_its_memory_forever_does_not_starve_its_neighbour() {
     const EACH: u64 = POOL * 5 / 8;
     let Some(pooled) = pool() else { return };
     overcommit(&pooled, POOL);
@@ -393,11 +393,11 @@ fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_fro
 }
 
 #[test]
-fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far() {
+fn pages_on_demand_are_of_the_requested_nodes_even_after_they_were_far() {
     let Some(pooled) = pool_of(2, POOL) else { return };
     let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
     let counts = |pages: &[(u32, u64)]| pages.iter().copied().collect::<BTreeMap<_, _>>();
-    // Half of the pool is of each.
+    // Each node has half of the pool.
     let mut far = Vm::of(&pooled, "far", 24, &other.to_string());
     let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));
     let said = refusal(&pooled, 2, Pages::OnDemand, Nodes::One(other));
@@ -415,7 +415,7 @@ fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far
     far.touch(24);
     both.touch(16);
     assert_eq!(far.pages_by_node(), counts(&[(other, 12)]));
-    // What is left of the first node another VM gets at once.
+    // Another VM gets the rest of the first node at once.
     let wanted = Take { name: "next".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     assert_eq!(take(&pooled.dir.join("pool.sock"), &wanted).expect("it is left").len(), 1);
     drop((far, both));
@@ -424,12 +424,12 @@ fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far
 }
 
 #[test]
-fn a_node_that_promised_more_than_it_has_is_divided_among_its_vms_and_others_touch_all_they_have() {
+fn a_node_that_promised_too_much_is_divided_and_vms_elsewhere_touch_all_they_have() {
     const EACH: u64 = POOL * 5 / 8;
     let Some(pooled) = pool_of(2, 2 * POOL) else { return };
     overcommit(&pooled, 2 * POOL);
     let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
-    // Half of the pool is of each.
+    // Each node has half of the pool.
     let mut first = Vm::of(&pooled, "first", EACH, &one.to_string());
     let mut second = Vm::of(&pooled, "second", EACH, &one.to_string());
     let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));

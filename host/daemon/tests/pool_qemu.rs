@@ -1,5 +1,5 @@
-//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, gives memory
-//! back that its guest frees, and all of it returns zeroed when it is killed.
+//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, returns memory
+//! that its guest frees, and all of it returns zeroed when it is killed.
 //!
 //! Needs what `pool.rs` and `qemu.rs` need: root, huge pages, QEMU and the guest image.
 
@@ -26,11 +26,11 @@ use serde_json::{Value, json};
 use common::pooled::Pooled;
 use common::{kill, missing, until};
 
-/// What the pool has.
+/// MiB of the pool.
 const POOL: u64 = 320;
-/// What the guest has of it.
+/// Bytes of the guest.
 const MEMORY: u64 = 256 * MIB;
-/// A boot under TCG beside a busy test run.
+/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// `ballast run --pool` with these pages, as words before a QEMU command line.
@@ -41,7 +41,7 @@ fn on_the_pool(pooled: &Pooled, name: &str, pages: &str) -> Vec<String> {
     [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", pages, "--"].map(str::to_owned).to_vec()
 }
 
-/// Bytes of the memfd that stands in for a QEMU's RAM.
+/// Allocated bytes of the memfd that stands in for a QEMU's RAM.
 fn stand_in_bytes(pid: u32) -> u64 {
     let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("QEMU runs").flatten().map(|entry| entry.path());
     let is_stand_in = |path: &PathBuf| {
@@ -52,7 +52,7 @@ fn stand_in_bytes(pid: u32) -> u64 {
 }
 
 #[test]
-fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_zeroed_when_it_is_killed() {
+fn a_debian_guest_on_the_pool_is_paged_and_its_memory_returns_zeroed() {
     if missing("qemu", qemu_missing())
         || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
     {
@@ -74,7 +74,7 @@ fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_z
 
     let data = Dataset::new(3072, 16 << 10, 5);
     load(guest.redis_addr(), &data).expect("Redis takes the data");
-    // What the guest does not need goes out of the pool's files, not of the memfd that QEMU punches.
+    // The guest's free memory leaves the pool's files, not the memfd that QEMU punches.
     until("the guest reports free pages", || daemon.vm("pooled").reclaim.discarded_pages > 0);
     until("they are the host's", || daemon.vm("pooled").resident_bytes < MEMORY);
     let limit = (daemon.vm("pooled").resident_bytes / 2).next_multiple_of(HUGE_SIZE as u64);
@@ -116,12 +116,12 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
         return;
     }
     let Some(pooled) = Pooled::start("quarantine_ms = 50\n", 128) else { return };
-    // Some of it is far when it goes.
+    // Some of it is far when it is unplugged.
     plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
 }
 
 #[test]
-fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_a_page_is_refused() {
+fn a_qemu_on_1_gib_pages_is_pinned_its_dimm_returns_and_half_a_page_is_refused() {
     if missing("qemu", qemu_missing())
         || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
     {
@@ -134,7 +134,7 @@ fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_
 }
 
 #[test]
-fn a_qemu_on_demand_has_what_its_firmware_touches_and_so_has_its_dimm() {
+fn a_qemu_on_demand_has_only_what_its_firmware_touches_and_so_has_its_dimm() {
     if missing("qemu", qemu_missing())
         || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
     {
@@ -161,12 +161,12 @@ fn a_qemu_on_demand_has_what_its_firmware_touches_and_so_has_its_dimm() {
     assert_eq!(pooled.pages(), 64, "a page is lost, or one too many");
 }
 
-/// A QEMU with this much memory gets a DIMM of that size, twice. It is held to the limit, or it is pinned.
+/// A QEMU with this much memory gets a DIMM of that size, twice. It is held to the limit, or pinned.
 fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let daemon = pooled.daemon();
     let page = pooled.host.page();
     let all: u64 = pooled.stat().nodes.iter().map(|node| node.reserved_bytes).sum();
-    // Otherwise the VM is put where zeroed memory is, and shares files with its DIMM.
+    // Otherwise the VM gets zeroed memory anywhere, and shares files with its DIMM.
     pooled.settled(all / MIB);
     let mut command = bare(pooled, "dimms", &format!("{}M,slots=2,maxmem=4G", base / MIB), page.files());
     command.args(["-qmp", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -185,7 +185,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
         }
     };
     qmp("qmp_capabilities", json!({}));
-    // What is freed, QEMU unmaps after a grace period that only passes while the machine runs.
+    // QEMU unmaps freed memory after a grace period that only passes while the machine runs.
     qmp("cont", json!({}));
     let used = || pooled.stat().nodes.iter().map(|node| node.used_bytes).sum::<u64>();
     until("it is attached", || daemon.api.vm("dimms").is_ok() && used() == base);
@@ -219,7 +219,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
             daemon.api.set_limit("dimms", None).expect("no limit");
         }
     }
-    // Another VM has it while this one runs.
+    // Another VM gets it while this one runs.
     let pages = page.files().parse::<Pages>().expect("pages");
     let wanted = Take { name: "next".into(), size: Bytes(all - base), pages, nodes: Nodes::Any };
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
@@ -232,7 +232,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
 }
 
 #[test]
-fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
+fn a_qemu_for_which_the_pool_has_too_little_does_not_start_and_reports_why() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -245,7 +245,7 @@ fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
     pooled.settled(64);
 }
 
-/// What a QEMU says that is to have this memory and does not start.
+/// The error of a QEMU with this memory, which does not start.
 fn refused(pooled: &Pooled, memory: &str) -> String {
     let mut qemu = bare(pooled, "refused", memory, pooled.host.page().files())
         .stdin(Stdio::null())

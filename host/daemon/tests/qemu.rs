@@ -1,9 +1,9 @@
-//! The real thing: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd for it.
+//! End to end: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd.
 //!
 //! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds
-//! or more, so a boot carries several claims and guests run one at a time; tests about RAM only start QEMU stopped
+//! or more, so a boot serves several claims and guests run one at a time; tests about RAM only start QEMU stopped
 //! (`-S`).
-//! Promise: "verified" means that every byte of every key was read back through the guest and compared.
+//! Promise: "verified" means that each byte of each key was read back through the guest and compared.
 
 mod common;
 
@@ -18,28 +18,28 @@ use std::time::{Duration, Instant};
 use ballast_api::{VmStat, VmStatus};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_sys::Mapping;
-use ballast_sys::hugetlb::PoolLoan;
+use ballast_testkit::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
 use common::{Daemon, missing, until};
 
-/// A boot under TCG beside a busy test run.
+/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
-/// What one key holds.
+/// Bytes per key.
 const VALUE: usize = 16 << 10;
 /// 48 MiB.
 const KEYS: usize = 3072;
-/// Half a second of quarantine: squeezing takes less of the test's time.
+/// Half a second of quarantine: reclaim then takes less of the test's time.
 const CONFIG: &str = "quarantine_ms = 500\n";
 
-/// The only QEMU at a time: the machine may have two CPUs, and TCG wants one.
+/// One QEMU at a time: the machine may have two CPUs, and TCG needs one.
 fn one_at_a_time() -> MutexGuard<'static, ()> {
     static GUEST: Mutex<()> = Mutex::new(());
     GUEST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A program of this workspace, which stands beside `ballastd`.
+/// The `ballast` program, beside `ballastd`.
 fn ballast() -> PathBuf {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
@@ -56,7 +56,7 @@ fn under_ballast(daemon: &Daemon, name: &str, more: &[&str]) -> Vec<String> {
     words
 }
 
-/// Start a guest under Ballast and wait until it is up and attached.
+/// Starts a guest under Ballast and waits until it is up and attached.
 fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
     let mut guest = guest.name(name).prefix(under_ballast(daemon, name, &[])).spawn().expect("QEMU starts");
     guest.wait_ready(TIMEOUT).expect("the guest boots");
@@ -64,7 +64,7 @@ fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
     guest
 }
 
-/// Start QEMU under Ballast with its vCPUs stopped and wait until it is attached.
+/// Starts QEMU under Ballast with its vCPUs stopped and waits until it is attached.
 fn stopped(daemon: &Daemon, name: &str, memory: u64, run_options: &[&str], guest: Builder) -> QemuGuest {
     let guest = guest.name(name).memory(Bytes(memory)).extra_arg("-S");
     let mut guest = guest.prefix(under_ballast(daemon, name, run_options)).spawn().expect("QEMU starts");
@@ -81,7 +81,7 @@ fn until_attached(daemon: &Daemon, name: &str, guest: &mut QemuGuest) {
     }
 }
 
-/// What the daemon says of the VM, after a check that it adds up to the page and nothing was lost.
+/// The daemon's figures of the VM, which must add up to the page, with nothing lost.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes + vm.poisoned_bytes;
@@ -90,14 +90,14 @@ fn stat(daemon: &Daemon, name: &str) -> VmStat {
     vm
 }
 
-/// Set a limit and wait until it holds.
+/// Sets a limit and waits until it holds.
 fn squeeze(daemon: &Daemon, name: &str, limit: u64) -> VmStat {
     daemon.api.set_limit(name, Some(limit)).expect("set a limit");
     until("resident is at the limit", || daemon.vm(name).resident_bytes <= limit);
     stat(daemon, name)
 }
 
-/// Read back every key; `missing` of them were deleted.
+/// Reads back each key; `missing` of them were deleted.
 #[track_caller]
 fn verify_all(daemon: &Daemon, guest: &QemuGuest, data: &Dataset, missing: usize) {
     let read = verify(guest.redis_addr(), data)
@@ -107,7 +107,7 @@ fn verify_all(daemon: &Daemon, guest: &QemuGuest, data: &Dataset, missing: usize
 }
 
 #[test]
-fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_with_every_byte() {
+fn a_debian_guest_with_redis_keeps_every_byte_through_reclaim_and_deaths() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -137,7 +137,7 @@ fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_w
 
     let orphan = daemon.engine_pid().expect("an engine");
     daemon.kill_keeper();
-    // Nobody reclaims now, but faults are served: every key may be used, and written.
+    // Nobody reclaims now, but faults are served: each key can be read and written.
     let mix = Mix { max_ops: 300, duration: TIMEOUT, hot_keys: 1.0, writes: 0.3, ..Mix::default() };
     let used = throughput(guest.redis_addr(), &mut data, &mix).expect("Redis works without a keeper");
     assert!(used.writes > 0 && used.reads.bytes_lost == 0, "{used:?}");
@@ -151,7 +151,7 @@ fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_w
 }
 
 #[test]
-fn a_debian_guest_on_huge_pages_is_squeezed_in_whole_huge_pages_and_keeps_every_byte() {
+fn a_debian_guest_is_reclaimed_in_whole_huge_pages_and_keeps_every_byte() {
     const MEMORY: u64 = 256 * MIB;
     if missing("qemu", qemu_missing()) {
         return;
@@ -181,7 +181,7 @@ fn vm_stat(daemon: &Daemon, name: &str) -> Output {
     Command::new(ballast()).arg("--socket").arg(socket).args(["vm", "stat", name]).output().expect("run ballast")
 }
 
-/// Send Redis these commands in its inline form, and check that none fails.
+/// Sends Redis these commands in its inline form, and checks that none fails.
 fn redis(guest: &QemuGuest, commands: impl Iterator<Item = String>) {
     let stream = TcpStream::connect(guest.redis_addr()).expect("connect to Redis");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set a timeout");
@@ -202,29 +202,29 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
         return;
     }
     const MEMORY: u64 = 384 * MIB;
-    /// What the balloon takes, at least, of the memory that is in DRAM.
+    /// Least part of the balloon that is memory in DRAM.
     const IN_DRAM: u64 = 8 * MIB;
-    /// What it takes, at least, of what is far.
+    /// Least part of the balloon that is far.
     const FAR: u64 = 4 * MIB;
-    /// Little, so that the balloon cannot find all that it wants in DRAM.
+    /// Small, so that the balloon cannot find all of its pages in DRAM.
     const LIMIT: u64 = 24 * MIB;
-    /// 1/`STAYS` of the keys stay.
+    /// One key in this many stays.
     const STAYS: usize = 16;
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
     let builder = QemuGuest::builder().memory(Bytes(MEMORY)).balloon(Balloon::FreePageReporting);
     let mut guest = boot(&daemon, "free", builder);
 
-    // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. It
-    // is more than the guest can do without after the second balloon.
+    // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. The
+    // guest needs that much after the second balloon.
     let data = Dataset::new(3 * KEYS, VALUE, 2);
     load(guest.redis_addr(), &data).expect("Redis takes the data");
     let deleted = (0..data.keys()).filter(|key| key % STAYS != 0).map(|key| format!("DEL key:{key:08}"));
     redis(&guest, deleted.chain(["MEMORY PURGE".to_owned()]));
     let mut qmp = guest.qmp().expect("the monitor answers");
 
-    // Which pages the balloon takes is for the guest to say, but it cannot take a page twice: of a balloon larger than
-    // all that is untouched, the rest was something else before.
+    // The guest chooses the balloon's pages, but it cannot take a page twice: of a balloon larger than all untouched
+    // memory, the rest was something else before.
     let before = stat(&daemon, "free");
     let taken = (before.untouched_bytes + IN_DRAM).next_multiple_of(MIB);
     balloon(&mut qmp, MEMORY - taken);
@@ -233,7 +233,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     assert!(after.resident_bytes <= before.resident_bytes - IN_DRAM, "{before:?}\n{after:?}");
     assert_eq!((after.far_bytes, after.store_bytes, after.reclaim.evicted_pages), (0, 0, 0), "{after:?}");
 
-    // And of one larger than all that is not far, the rest was far.
+    // And of a balloon larger than all memory that is not far, the rest was far.
     squeeze(&daemon, "free", LIMIT);
     let before = stat(&daemon, "free");
     let taken = (MEMORY - before.far_bytes + FAR).next_multiple_of(MIB);
@@ -247,7 +247,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     verify_all(&daemon, &guest, &data, data.keys() - data.keys() / STAYS);
 }
 
-/// Leave the guest this much memory, and wait until it is so.
+/// Leaves the guest this much memory, and waits for the balloon.
 fn balloon(qmp: &mut Qmp, memory: u64) {
     qmp.set_balloon(Bytes(memory)).expect("the balloon moves");
     let deadline = Instant::now() + TIMEOUT;
@@ -264,12 +264,12 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     }
     const MEMORY: u64 = 256 * MIB;
     const DIMM: u64 = 128 * MIB;
-    /// How long the guest may take to let a DIMM go; it need not agree at all.
+    /// How long the guest may take to release a DIMM; it need not agree at all.
     const GOODWILL: Duration = Duration::from_secs(20);
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
-    // Movable, so that the DIMM can be emptied again; what is written then goes there first. The kernel takes at most
-    // 32 words. The sum of 64 MiB of random bytes is printed again and again.
+    // Movable, so that the DIMM can be emptied again; new data goes there first. The kernel takes at most 32 words. The
+    // sum of 64 MiB of random bytes is printed again and again.
     let command = "echo online_movable >/sys/devices/system/memory/auto_online_blocks; \
         until [ $(awk '/MemTotal/{print $2}' /proc/meminfo) -gt 270000 ];do usleep 9999;done; \
         dd if=/dev/urandom of=/tmp/random bs=1M count=64; while md5sum /tmp/random;do sleep 2;done";
@@ -312,14 +312,14 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     same_sums(&daemon, &guest);
 }
 
-/// The checksums the guest has printed so far.
+/// The checksums that the guest has printed so far.
 fn sums(guest: &QemuGuest) -> Vec<String> {
     guest.serial_log().lines().filter(|line| line.contains("  /tmp/random")).map(str::to_owned).collect()
 }
 
-/// Wait until the guest has read all of its file once more, and check that every checksum is the first one.
+/// Waits until the guest has read all of its file once more, and checks that each checksum is the first one.
 fn same_sums(daemon: &Daemon, guest: &QemuGuest) {
-    // The next line may come from a reading that began before this.
+    // The next line may come from a read that began before this.
     let enough = sums(guest).len() + 2;
     until("the guest reads its file again", || sums(guest).len() >= enough);
     let sums = sums(guest);
@@ -337,13 +337,13 @@ fn ram_file(pid: u32) -> File {
 }
 
 #[test]
-fn of_ram_that_another_process_maps_nothing_goes_whatever_the_limit_until_that_process_is_gone() {
+fn no_page_leaves_ram_that_another_process_maps_until_that_process_is_gone() {
     if missing("qemu", qemu_missing()) {
         return;
     }
     const MEMORY: u64 = 256 * MIB;
     const LIMIT: u64 = 32 * MIB;
-    /// Where the test writes: 64 MiB from here, where no firmware lives.
+    /// Where the test writes: 64 MiB from here, where no firmware is.
     const FROM: usize = 128 << 20;
     const LEN: usize = 64 << 20;
     let _one = one_at_a_time();
@@ -369,7 +369,7 @@ fn of_ram_that_another_process_maps_nothing_goes_whatever_the_limit_until_that_p
     let squeezed = squeeze(&daemon, "shared", LIMIT);
     assert!(squeezed.far_bytes > 0, "{squeezed:?}");
 
-    // A process that comes later is noticed, and everything is brought back for it.
+    // A process that comes later is noticed, and all pages are restored for it.
     let mapping = Mapping::shared(&ram, 0, MEMORY as usize).expect("map QEMU's RAM");
     until("the foreign mapper is noticed", || daemon.vm("shared").status == VmStatus::Blocked);
     until("all pages are back", || daemon.vm("shared").far_bytes == 0);
@@ -385,7 +385,7 @@ fn of_ram_that_another_process_maps_nothing_goes_whatever_the_limit_until_that_p
 }
 
 #[test]
-fn the_child_of_a_qemu_with_async_teardown_keeps_no_limit_from_being_held() {
+fn the_child_of_a_qemu_with_async_teardown_does_not_suspend_the_limit() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -413,12 +413,12 @@ fn the_child_of_a_qemu_with_async_teardown_keeps_no_limit_from_being_held() {
 }
 
 #[test]
-fn the_ram_of_a_killed_qemu_is_whole_in_its_file_and_the_next_qemu_of_that_file_has_it() {
+fn the_ram_of_a_killed_qemu_is_complete_in_its_file_and_the_next_qemu_has_it() {
     if missing("qemu", qemu_missing()) {
         return;
     }
     const MEMORY: u64 = 128 * MIB;
-    /// Where the test writes: where no firmware lives.
+    /// Guest-physical addresses that the test writes: the firmware uses none of them.
     const WRITTEN: std::ops::Range<usize> = 16 << 20..96 << 20;
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
@@ -440,20 +440,17 @@ fn the_ram_of_a_killed_qemu_is_whole_in_its_file_and_the_next_qemu_of_that_file_
     drop(mapping);
     squeeze(&daemon, "first", 16 * MIB);
     drop(first);
-    // Attached when what was far of the first one is back.
+    // Attached once the far pages of the first one are written back.
     let second = start("second");
     assert_eq!(wrong(), 0, "{}", daemon.log());
     squeeze(&daemon, "second", 16 * MIB);
     drop(second);
-    until("what was far is written back", || {
-        let events = daemon.api.events().expect("events");
-        events.iter().filter(|event| event.kind == "written-back").count() == 2
-    });
+    until("what was far is written back", || daemon.events("written-back").len() == 2);
     assert_eq!(wrong(), 0, "{}", daemon.log());
 }
 
 #[test]
-fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_told_to() {
+fn run_without_a_shared_backend_prints_the_missing_flags_or_adds_them() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -469,7 +466,7 @@ fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_
     assert!(said.contains("--add-memory-backend"), "{said}");
     assert!(daemon.api.vms().expect("ask the daemon").is_empty(), "it was not started");
 
-    // The flags as printed are all that is missing.
+    // Only the printed flags are missing.
     let qemu = Command::new(&run[0]).args(&run[1..]).arg(QEMU).args(plain).args(flags.split(' ')).spawn();
     let mut qemu = qemu.expect("run ballast");
     until("the VM is attached", || {
@@ -479,7 +476,7 @@ fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_
     qemu.kill().and_then(|()| qemu.wait()).expect("end QEMU");
     assert_eq!(vm.expect("attached").size_bytes, 96 * MIB);
 
-    // `ballast run` writes them by itself; this command line has a `-machine` already.
+    // `ballast run` writes them itself; this command line has a `-machine` already.
     let private = QemuGuest::builder().shared_memory(false);
     let mut guest = stopped(&daemon, "added", 96 * MIB, &["--add-memory-backend"], private);
     assert_eq!(stat(&daemon, "added").size_bytes, 96 * MIB);
@@ -489,7 +486,7 @@ fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_
 }
 
 #[test]
-fn every_region_of_a_vm_adds_up_by_itself() {
+fn the_figures_of_every_region_add_up() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -507,20 +504,20 @@ fn every_region_of_a_vm_adds_up_by_itself() {
     }
 }
 
-/// `System RAM` in what the guest says of its addresses: first and last byte.
+/// `System RAM` in the guest's list of its addresses: first and last byte.
 fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
     let range = |line: &str| {
         let (place, what) = line.trim_end().split_once(" : ")?;
         let (first, last) = place.split_once('-')?;
         let number = |text: &str| u64::from_str_radix(text, 16).ok();
-        // Not what is inside of it, which is indented.
+        // Not its indented parts.
         (what == "System RAM").then_some((number(first)?, number(last)?))
     };
     iomem.lines().filter_map(range).collect()
 }
 
-/// Whether all that a guest uses is where we say that it sees its memory, and it uses all of that above 4 GiB, where
-/// nothing is cut off for the firmware.
+/// Whether all memory of the guest is where we report it, and the guest uses all of that above 4 GiB, where nothing is
+/// reserved for the firmware.
 fn agrees(said: &[(u64, u64)], ranges: &[(u64, u64, u32, u64)]) -> bool {
     let inside = |(first, last): &(u64, u64)| {
         ranges.iter().any(|(address, size, ..)| address <= first && last < &(address + size))
@@ -530,7 +527,7 @@ fn agrees(said: &[(u64, u64)], ranges: &[(u64, u64, u32, u64)]) -> bool {
 }
 
 #[test]
-fn where_a_guest_sees_its_memory_is_what_it_says_itself_around_the_pci_hole_and_of_a_plugged_dimm() {
+fn guest_ranges_agree_with_the_guest_around_the_pci_hole_and_for_a_plugged_dimm() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -546,12 +543,12 @@ fn where_a_guest_sees_its_memory_is_what_it_says_itself_around_the_pci_hole_and_
         let all = regions.iter().flat_map(|region| region.guest_ranges.iter().map(|range| (region.index, *range)));
         all.map(|(index, range)| (range.guest_address, range.size_bytes, index, range.offset_bytes)).collect()
     };
-    // A PC of QEMU's has 3 GiB below the hole when not all fits there.
+    // QEMU's PC has 3 GiB below the hole if not all memory fits there.
     let mut expected = vec![(0, 3 * GIB, 0, 0), (4 * GIB, MEMORY - 3 * GIB, 0, 3 * GIB)];
     until("QEMU has said where", || seen(&daemon) == expected);
-    // What it said last, in full.
+    // Its last complete answer.
     let said = |guest: &QemuGuest| guest.serial_log().rsplit("shown").nth(1).map_or_else(Vec::new, system_ram);
-    // Lines of the kernel's log may cut one of its answers in two: one that is whole agrees.
+    // Lines of the kernel's log may cut an answer in two: a complete one agrees.
     until("the guest says the same", || agrees(&said(&guest), &expected));
     guest.qmp().expect("the monitor").plug_dimm("dimm0", Bytes(DIMM)).expect("QEMU takes the DIMM");
     until("QEMU has said where", || seen(&daemon).len() == 3);
@@ -574,7 +571,7 @@ fn where_a_guest_sees_its_memory_is_what_it_says_itself_around_the_pci_hole_and_
 }
 
 #[test]
-fn a_qemu_that_ballast_did_not_give_a_monitor_says_nothing_of_its_guests_addresses() {
+fn a_qemu_without_a_monitor_for_ballast_reports_no_guest_addresses() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -587,7 +584,7 @@ fn a_qemu_that_ballast_did_not_give_a_monitor_says_nothing_of_its_guests_address
         .env("LD_PRELOAD", library.to_string_lossy())
         .env("BALLAST_SOCKET", daemon.attach_socket().to_string_lossy())
         .env("BALLAST_VM_NAME", "plain")
-        // Neither is anybody misled by descriptors that are not there.
+        // Descriptors that are not there must not mislead, either.
         .env("BALLAST_MONITOR", "871,872")
         .extra_arg("-S");
     let mut guest = guest.spawn().expect("QEMU starts");

@@ -1,5 +1,5 @@
-//! Far pages in a real cluster: a real guest, keeper and engine, six real servers. The engine is killed, the keeper is,
-//! and a node after the other; every byte is verified. Needs root (userfaultfd) and `valkey`.
+//! Far pages in a real cluster: a real guest, keeper and engine, six real servers. The engine, the keeper, and one node
+//! after the other are killed; each byte is verified. Needs root (userfaultfd) and `valkey`.
 
 mod common;
 
@@ -15,12 +15,12 @@ use common::raw::{Ram, files, no_uffd, open};
 use common::vmm::Program;
 use common::{Daemon, missing, until};
 
-/// More is far than the store in RAM holds.
+/// More pages are far than the RAM store holds.
 const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
 
 const PAGES: u64 = 4096;
 const LIMIT: u64 = 2 << 20;
-/// Where a state file has the VM's name, and its key.
+/// Offset of the VM's name in a state file.
 const NAME_AT: u64 = 512;
 const KEY_AT: u64 = 384;
 
@@ -39,14 +39,14 @@ fn start(layout: Layout) -> Option<Valkey> {
     Some(Valkey::start(layout).expect("a cluster"))
 }
 
-/// The engine is killed, and "victim" goes to the cluster and back under the next one.
+/// Kills the engine; "victim" goes to the cluster and back under the next one.
 fn engine_dies(daemon: &Daemon) {
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     daemon.goes_to_file_and_back("victim");
 }
 
-/// The keeper is killed, and "victim" attaches again, goes to the cluster and back.
+/// Kills the keeper; "victim" attaches again, goes to the cluster and back.
 fn keeper_dies(daemon: &mut Daemon) {
     daemon.kill_and_restart_keeper(true);
     until("the guest is attached again", || daemon.api.vm("victim").is_ok());
@@ -70,7 +70,7 @@ fn an_engine_and_a_keeper_die_and_no_byte_in_the_cluster_is_lost() {
     until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
 }
 
-/// The same under TLS, and pages are sealed.
+/// Settings with TLS and sealed pages.
 fn private(valkey: &Valkey) -> String {
     let (dir, settings) = (valkey.dir().display(), remote(valkey).replace(&valkey.addr(0), &valkey.tls_addr(0)));
     let settings = settings.replace(&valkey.addr(valkey.len() - 1), &valkey.tls_addr(valkey.len() - 1));
@@ -80,15 +80,14 @@ fn private(valkey: &Valkey) -> String {
     )
 }
 
-/// Does a value of another form than a sealed page's begin as a blob's does? Of a page that was sealed nothing is
-/// known.
+/// The number of values that look like unsealed blobs. A sealed page looks random.
 fn plain_values(valkey: &Valkey) -> usize {
     let mut plain = 0;
     for node in (0..valkey.len()).filter(|node| valkey.is_primary(*node)) {
         let keys: Vec<String> = valkey::read(valkey.say(node, &["KEYS", "b{*"]).expect("KEYS")).expect("keys");
         for key in keys {
             let value: Vec<u8> = valkey::read(valkey.say(node, &["GET", &key]).expect("GET")).unwrap_or_default();
-            // A blob says its own length, at 12.
+            // A blob has its own length at 12.
             plain += usize::from(
                 value.len() >= 16 && value.len() == 16 + usize::from(value[12]) + (usize::from(value[13]) << 8),
             );
@@ -119,7 +118,7 @@ fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_serv
 }
 
 #[test]
-fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_other_vm_loses_a_page() {
+fn a_damaged_or_wrong_key_costs_the_pages_that_it_sealed_and_no_other_vm_a_page() {
     if no_uffd() {
         return;
     }
@@ -152,11 +151,7 @@ fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_othe
     }
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
-    until("the lost key is an event of its VM", || {
-        let is_it =
-            |event: &ballast_api::Event| event.kind == "remote-key-lost" && event.vm.as_deref() == Some("damaged");
-        daemon.api.events().is_ok_and(|events| events.iter().any(is_it))
-    });
+    until("the lost key is an event of its VM", || daemon.has_event_of("damaged", "remote-key-lost"));
     let lost = [0, 1, 2].map(|at| rams[at].lost(0..PAGES));
     assert!(lost[0] > PAGES / 2 && lost[1] > PAGES / 2 && lost[2] == 0, "{lost:?}");
     for (name, lost) in names.iter().zip(lost) {
@@ -168,7 +163,7 @@ fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_othe
 }
 
 #[test]
-fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_every_moment() {
+fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_without_a_gap() {
     let Some(valkey) = start(Layout::default()) else { return };
     let daemon = Daemon::start(&remote(&valkey));
     let guest = Guest::start(&daemon, "victim", BUSY);
@@ -187,7 +182,7 @@ fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_eve
 }
 
 #[test]
-fn a_ram_file_that_outlives_its_vm_has_its_pages_and_the_cluster_has_none_of_them() {
+fn a_ram_file_that_outlives_its_vm_has_its_pages_and_the_cluster_has_none() {
     let Some(program) = Program::compile() else { return };
     let Some(valkey) = start(Layout::default()) else { return };
     let made = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm");
@@ -200,8 +195,7 @@ fn a_ram_file_that_outlives_its_vm_has_its_pages_and_the_cluster_has_none_of_the
     daemon.api.set_limit("victim", Some(LIMIT)).expect("set a limit");
     until("its pages are in the cluster", || daemon.vm("victim").far_remote_bytes > PAGES * 4096 / 2);
     vmm.kill();
-    let is_it = |event: &ballast_api::Event| event.kind == "written-back";
-    until("its pages are back", || daemon.api.events().is_ok_and(|events| events.iter().any(is_it)));
+    until("its pages are back", || !daemon.events("written-back").is_empty());
     until("the cluster has its lease and nothing else", || valkey.keys().is_ok_and(|keys| keys == 1));
 }
 
@@ -225,7 +219,7 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
     daemon.goes_to_file_and_back("victim");
     valkey.go_on(2).expect("go on");
     valkey.wait_whole().expect("whole again");
-    // Nothing answers at all for a while: what is there waits, and the engine may die meanwhile.
+    // Nothing responds for a while: pages there wait, and the engine may die.
     (0..valkey.len()).for_each(|node| valkey.stop(node).expect("stop"));
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
@@ -238,7 +232,7 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
 }
 
 #[test]
-fn settings_that_name_another_cluster_or_none_are_said_and_cost_no_page() {
+fn settings_with_another_cluster_or_none_are_reported_and_cost_no_page() {
     let one = Layout { primaries: 1, ..Layout::default() };
     let (Some(right), Some(wrong)) = (start(one), start(one)) else { return };
     let mut daemon = Daemon::start(&remote(&right));
@@ -247,11 +241,9 @@ fn settings_that_name_another_cluster_or_none_are_said_and_cost_no_page() {
     let none = remote(&right).split("[remote]").next().expect("text").to_owned();
     for (settings, event) in [(remote(&wrong), "remote-other"), (none, "remote-missing")] {
         daemon.restart_with(&settings);
-        let of_it = |e: &ballast_api::Event| e.kind == event && e.vm.as_deref() == Some("victim");
-        until("it is an event of the VM", || daemon.api.events().is_ok_and(|events| events.iter().any(of_it)));
+        until("it is an event of the VM", || daemon.has_event_of("victim", event));
         if event == "remote-other" {
-            let waits = |e: &ballast_api::Event| e.kind == "store-late";
-            until("the guest waits", || daemon.api.events().is_ok_and(|events| events.iter().any(waits)));
+            until("the guest waits", || !daemon.events("store-late").is_empty());
         } else {
             let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
             daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
@@ -268,11 +260,11 @@ fn settings_that_name_another_cluster_or_none_are_said_and_cost_no_page() {
 }
 
 #[test]
-fn settings_that_would_lose_pages_are_said() {
+fn settings_that_would_lose_pages_are_reported() {
     let Some(valkey) = start(Layout::default()) else { return };
     valkey.say(0, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).expect("CONFIG");
     let daemon = Daemon::start(&remote(&valkey));
-    until("it is said", || daemon.api.events().is_ok_and(|events| events.iter().any(|e| e.kind == "remote-unsafe")));
+    until("it is said", || !daemon.events("remote-unsafe").is_empty());
     let remote = daemon.host().remote.expect("a remote store");
     let serious: Vec<_> = remote.findings.iter().filter(|finding| finding.serious).collect();
     assert!(matches!(serious[..], [only] if only.text.contains("allkeys-lru")), "{serious:?}");

@@ -1,6 +1,6 @@
-//! A storm: VMs come, are stopped, moved between CPUs, parked and killed, as a seed says. Whatever of it meets, the
-//! faults of another VM are served, no byte is wrong, and what was taken is given back. Real processes, a real FUSE
-//! server. Needs root; `BALLAST_KILLS` sets how many steps (default 60), `STORM_SEED` repeats a run.
+//! A storm: VMs come, are stopped, moved between CPUs, parked and killed, by a seed. In any combination, the faults of
+//! another VM are served, no byte is wrong, and all resources are released. Real processes, a real FUSE server. Needs
+//! root; `BALLAST_KILLS` sets the number of steps (default 30), `STORM_SEED` repeats a run.
 
 mod common;
 
@@ -16,17 +16,17 @@ const MOST_GUESTS: usize = 4;
 const RAM: u64 = 16 << 20;
 
 fn steps() -> u32 {
-    std::env::var("BALLAST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(60)
+    std::env::var("BALLAST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(30)
 }
 
 fn count(pid: u32, what: &str) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count)
 }
 
-/// A guest, and what was done to it.
+/// A guest, and its state.
 struct Tossed<'a> {
     name: String,
-    /// It can be, and is, parked. Comes to its end before the guest: one that is parked cannot die.
+    /// Whether it can be parked; `parked` while it is. Dropped before the guest, because a parked one cannot die.
     can_park: bool,
     parked: Option<Held<'a>>,
     guest: Guest,
@@ -39,7 +39,7 @@ impl Tossed<'_> {
         self.is_stopped = signal == Signal::STOP;
     }
 
-    /// Have each of its threads run where it may, from now on.
+    /// Moves each of its threads to a random CPU.
     fn scatter(&self, rng: &mut Random) {
         let all = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).collect();
@@ -52,23 +52,23 @@ impl Tossed<'_> {
         }
     }
 
-    /// Let it run to its end, where each byte is checked.
+    /// Lets it run to its end, where each byte is checked.
     fn finish(mut self) {
         drop(self.parked.take());
         self.signal(Signal::CONT);
         let stat = format!("/proc/{}/stat", self.guest.pid());
         let has_ended = || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") Z "));
-        // One that has ended by itself says why, below.
+        // A guest that has ended by itself reports why, below.
         if !has_ended() {
             self.guest.tell("stop\n");
         }
-        // Else its faults are not served, and nobody would ever say so.
+        // If its faults are not served, it never ends.
         until("it ends", has_ended);
         self.guest.finish();
     }
 }
 
-/// VMs beside one to which nothing is done.
+/// VMs beside a bystander.
 struct Storm<'a> {
     rng: Random,
     fuse: &'a Fuse,
@@ -88,7 +88,7 @@ impl<'a> Storm<'a> {
         storm
     }
 
-    /// Its pages go and come back.
+    /// Waits until pages of the bystander are restored.
     fn bystander_is_served(&mut self) {
         let restored = || self.daemon.api.vm("bystander").map_or(0, |vm| vm.faults.restore);
         let before = restored();
@@ -105,12 +105,12 @@ impl<'a> Storm<'a> {
             true => parkable(&self.daemon, self.fuse, &name, &args),
             false => Guest::start_with(&self.daemon, &name, &args, &[("BALLAST_FAULT_WORKERS", shards)]),
         };
-        // Its memory is filled when it knows that it is attached. A keeper that died before would be an error to it.
+        // It fills its memory once it is attached. If the keeper died before, it would report an error.
         until("it has been filled", || self.daemon.api.vm(&name).is_ok_and(|vm| vm.reclaim.evicted_pages > 0));
         self.others.push(Tossed { name, guest, is_stopped: false, can_park, parked: None });
     }
 
-    /// Do something to one of them.
+    /// Does something to one of them.
     fn step(&mut self) {
         let may_start = self.others.len() < MOST_GUESTS && self.others.iter().all(|other| other.parked.is_none());
         if self.others.is_empty() || may_start && self.rng.index(3) == 0 {
@@ -132,7 +132,7 @@ impl<'a> Storm<'a> {
             }
             2 | 3 => other.signal(if other.is_stopped { Signal::CONT } else { Signal::STOP }),
             4 => other.scatter(&mut self.rng),
-            // One that keeps its lock does not answer.
+            // A parked one does not respond.
             5 if other.parked.is_none() => {
                 let limit = self.rng.of(&[None, Some(RAM / 8), Some(RAM / 2)]);
                 // It may be gone, or not be there again yet.
@@ -147,7 +147,7 @@ impl<'a> Storm<'a> {
         }
     }
 
-    /// Nobody is parked any more. While anybody is, the file server answers nobody, and who ends tells it that.
+    /// Unparks all. While one is parked, the file server does not respond, but a process that ends waits for it.
     fn release(&mut self) {
         self.others.iter_mut().for_each(|other| other.parked = None);
     }
@@ -161,7 +161,7 @@ impl<'a> Storm<'a> {
 }
 
 #[test]
-fn vms_that_hang_move_and_die_at_any_moment_keep_no_fault_waiting_and_leave_nothing_behind() {
+fn vms_that_hang_move_and_die_delay_no_fault_and_leave_nothing_behind() {
     let Some(fuse) = fuse() else { return };
     let mut storm = Storm::begin(&fuse);
     let (keeper, engine) = (storm.daemon.keeper_pid(), storm.daemon.engine_pid().expect("an engine"));
@@ -175,7 +175,7 @@ fn vms_that_hang_move_and_die_at_any_moment_keep_no_fault_waiting_and_leave_noth
     until("all VMs are gone", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
     assert_eq!(daemon.engine_pid(), Some(engine), "it is still the same engine\n{}", daemon.log());
     until("memory is given back", || daemon.host().store_bytes == 0);
-    // The bystander was there before. A spare thread ends when it is not needed, and has a descriptor.
+    // The bystander was there before. A spare thread, which has a descriptor, ends when it is not needed.
     until("descriptors are given back", || {
         let now = keeps();
         now[0] <= before[0] && now[1] <= before[1] + 4
@@ -187,7 +187,7 @@ fn vms_that_hang_move_and_die_at_any_moment_keep_no_fault_waiting_and_leave_noth
 }
 
 #[test]
-fn vms_that_hang_move_and_die_lose_no_byte_though_engine_and_keeper_die_as_well() {
+fn vms_that_hang_move_and_die_lose_no_byte_though_engine_and_keeper_also_die() {
     let Some(fuse) = fuse() else { return };
     let mut storm = Storm::begin(&fuse);
     for step in 0..steps() {

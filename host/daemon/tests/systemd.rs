@@ -1,8 +1,8 @@
-//! The unit that ships, in a systemd of its own: installed, reloaded and restarted under a guest that writes and
-//! verifies all the time. Needs root (userfaultfd, mounts) and systemd's program; the machine need not run it.
+//! The shipped unit, in a separate systemd: installed, reloaded and restarted under a guest that writes and verifies
+//! all the time. Needs root (userfaultfd, mounts) and systemd's program; the machine need not run it.
 //!
 //! systemd runs as the manager of a user, in a mount namespace in which `/usr/local/bin` and `/run` are directories of
-//! the test: so the unit's own command lines run, and nothing of the machine is seen or changed.
+//! the test: so the unit's own command lines run, and the machine is neither seen nor changed.
 
 mod common;
 
@@ -26,7 +26,7 @@ struct Systemd {
     mappings: String,
 }
 
-/// `configs/ballastd.service` raises it.
+/// The unit raises this setting.
 const MAPPINGS: &str = "/proc/sys/vm/max_map_count";
 
 fn program(name: &str) -> PathBuf {
@@ -51,7 +51,7 @@ impl Systemd {
         let mappings = std::fs::read_to_string(MAPPINGS).expect("a setting");
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         let at = |name: &str| dir.path().join(name);
-        // Without the second one it takes the machine for one that was booted otherwise.
+        // Without the second directory, systemd thinks that another init booted the machine.
         for made in ["bin", "run/systemd/system", "home/.config/systemd/user"] {
             std::fs::create_dir_all(at(made)).expect("a directory");
         }
@@ -97,7 +97,7 @@ impl Systemd {
         command.output().expect("run systemctl")
     }
 
-    /// The same, and it succeeds.
+    /// Like `control`, and must succeed.
     fn does(&self, args: &[&str]) -> String {
         let output = self.control(args);
         let said = String::from_utf8_lossy(&output.stderr);
@@ -109,14 +109,14 @@ impl Systemd {
         self.does(&["show", "--value", "-p", name, "ballastd"])
     }
 
-    /// As `install` does: a new file in the old one's place.
+    /// Like `install`: a new file replaces the old one.
     fn install(&self, from: &Path, name: &str) {
         let new = self.at("bin").join(format!("{name}.new"));
         std::fs::copy(from, &new).expect("a copy");
         std::fs::rename(new, self.at("bin").join(name)).expect("renamed");
     }
 
-    /// As soon as it answers: a service that was started need not have its socket yet.
+    /// Waits for an answer: a started service need not have its socket yet.
     fn host(&self) -> HostStat {
         let mut host = None;
         until("it answers", || {
@@ -130,7 +130,7 @@ impl Systemd {
 impl Drop for Systemd {
     fn drop(&mut self) {
         let _ = std::fs::write(MAPPINGS, &self.mappings);
-        // Its VMs are gone by now: so keeper and engine end. Else both end with it.
+        // Its VMs are gone by now, so keeper and engine end.
         let _ = self.control(&["kill", "--kill-whom=all", "--signal=KILL", "ballastd"]);
         let _ = self.control(&["exit"]);
         let mut tries = 0..200;
@@ -150,13 +150,13 @@ fn runs(pid: u32) -> (u64, u64) {
 }
 
 #[test]
-fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_restarts_without_a_lost_byte() {
+fn the_unit_reloads_to_the_installed_file_or_reports_why_not() {
     let Some(systemd) = Systemd::start() else { return };
     for name in ["ballastd", "ballast"] {
         systemd.install(&program(name), name);
     }
     systemd.does(&["start", "ballastd"]);
-    // It is started when it answers, so a guest can attach at once.
+    // It counts as started when it answers, so a guest can attach at once.
     let at_once = Client::new(systemd.at("run/ballast/api.sock")).expect("client");
     at_once.host().expect("it answers");
     let ballastd = program("ballastd");
@@ -168,7 +168,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     assert_eq!(systemd.property("OOMPolicy"), "continue", "an engine that the kernel kills must not end the keeper");
     let old = runs(first.engine_pid);
 
-    // Another file, even if it has the same bytes.
+    // Another file, even if it has equal bytes.
     systemd.install(&ballastd, "ballastd");
     systemd.does(&["reload", "ballastd"]);
     let reloaded = systemd.host();
@@ -180,7 +180,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     assert_eq!(runs(reloaded.keeper_pid), installed, "{}", systemd.read("log"));
     moves(&systemd.api, "victim");
 
-    // What cannot be an engine: reload fails, and all stays as it is.
+    // A program that cannot be an engine: reload fails, and nothing changes.
     systemd.install(Path::new("/bin/false"), "ballastd");
     let output = systemd.control(&["reload", "ballastd"]);
     assert!(!output.status.success(), "{}", systemd.read("log"));
@@ -189,7 +189,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     assert_eq!((systemd.property("ActiveState"), runs(stays.engine_pid)), ("active".into(), installed));
     moves(&systemd.api, "victim");
 
-    // A restart ends the keeper alone, and its engine serves until the next one does.
+    // A restart ends only the keeper, and its engine serves until the next one does.
     systemd.install(&ballastd, "ballastd");
     systemd.does(&["restart", "ballastd"]);
     until("the next engine has the VM", || {

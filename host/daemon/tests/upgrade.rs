@@ -1,33 +1,27 @@
-//! Another engine follows the one that serves, under a guest that writes and verifies all the time: forth and back,
-//! with any process killed at any moment, and with programs that are no engines. Not one wrong byte, and no operation
-//! that fails. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_NEXT` names the
-//! `ballastd` of another build (`scripts/next-build.sh`), with another layout; without it the same build is its own
-//! successor.
+//! Another engine follows the serving one, under a guest that writes and verifies all the time: to another build and
+//! back, and with programs that are no engines. No wrong byte, and no operation fails. Needs root (userfaultfd);
+//! `BALLAST_UPGRADES` sets the number of upgrades (default 6), `BALLAST_NEXT` names the `ballastd` of another build
+//! (`scripts/next-build.sh`), with another layout; without it this build is its own successor.
 
 mod common;
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
-use ballast_base::Bytes;
-use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_testkit::program::install_script;
-use ballast_testvm::Finally;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
-use common::raw::{Ram, files, no_uffd, open};
+use common::raw::{files, open};
 use common::upgrades::{begin, ended, next_build, request, this_build};
-use common::{BUSY, Daemon, QUICK, joined, moment, until, upgrades};
+use common::{BUSY, Daemon, QUICK, moment, no_disk, spilling, until, upgrades};
 
-/// The same, with a policy that decides all the time.
+/// A short quarantine, and a policy that decides all the time.
 const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
 
 #[test]
-fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_request() {
+fn engines_that_follow_each_other_lose_no_byte_and_answer_every_request() {
     let daemon = Daemon::start(DECIDING);
     let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
     let other = daemon.dir().join("ballastd-other");
@@ -38,7 +32,7 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
         std::thread::sleep(moment(round));
         let program = if round % 2 == 0 { other.clone() } else { this_build() };
         begin(&daemon, &program);
-        // Somebody who looks at VMs while they move is never told that one does not exist.
+        // A client that reads the VMs while they move never misses one.
         loop {
             assert_eq!(daemon.api.vms().expect("answered").len(), 3, "{}", daemon.log());
             if matches!(daemon.api.upgrade().expect("answered").stage, UpgradeStage::Done | UpgradeStage::Failed) {
@@ -57,7 +51,7 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
     moves(&daemon.api, "two");
     let events = daemon.api.events().expect("events");
     let upgraded = events.iter().filter(|event| event.kind == "upgraded").count();
-    // The list has a thousand.
+    // The list holds a thousand.
     if upgrades::count() < 900 {
         assert_eq!(upgraded, upgrades::count() as usize, "events of earlier engines are kept: {events:?}");
         assert!(events.iter().any(|event| event.kind == "attached"), "{events:?}");
@@ -76,7 +70,7 @@ fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
     let builds = [this_build(), next];
     let mut guests = Vec::new();
     for round in 0..upgrades::count().min(8) {
-        // Engine and keeper are of one build; of each a client attaches, beside those that are there.
+        // Engine and keeper are of one build; a client of each build attaches, beside those that are there.
         for (build, name) in builds.iter().zip(["old", "new"]).filter(|_| round < 2) {
             let name = format!("{name}-{round}");
             guests.push(Guest::start_beside(build, &daemon, &name, BUSY, &[]));
@@ -92,7 +86,7 @@ fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
             moves(&daemon.api, name);
         }
         if round % 4 == 2 {
-            // They come to a keeper of this build, with what the other one's keeper gave them.
+            // They return to a keeper of this build, with what the other build's keeper gave them.
             daemon.kill_and_restart_keeper(round % 8 == 2);
             until("all guests are back", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
         }
@@ -101,39 +95,7 @@ fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
 }
 
 #[test]
-fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
-    let ram = Ram::new(4096);
-    let client = ram.vm(&daemon, "discards").attach().expect("attached");
-    let (span, stop) = (ram.info().span, Arc::new(AtomicBool::new(false)));
-    // Not scoped: a discard that no engine replies to waits for ever, and a scope with it.
-    let ends = stop.clone();
-    let discarding = std::thread::spawn(move || {
-        let mut count = 0;
-        while !ends.load(Ordering::Relaxed) {
-            ram.mark();
-            client.discard(&[(span.hva, span.len.0)]).expect("no discard is refused");
-            assert!((0..4096).all(|page| !ram.is_marked(page)), "what was discarded is there");
-            count += 1;
-        }
-        count
-    });
-    let end = Finally(|| stop.store(true, Ordering::Relaxed));
-    for round in 0..upgrades::count() {
-        std::thread::sleep(moment(round));
-        begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
-        let now = ended(&daemon);
-        assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
-    }
-    drop(end);
-    assert!(joined("its last discard is carried out", discarding) > 0);
-}
-
-#[test]
-fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
+fn a_program_that_is_no_engine_or_refuses_or_is_silent_changes_nothing() {
     let daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);
     let before = daemon.host().engine_pid;
@@ -159,7 +121,7 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
 }
 
 #[test]
-fn a_vm_that_the_successor_cannot_read_is_named_and_all_stay_with_the_engine_that_serves_them() {
+fn if_the_successor_cannot_read_a_vm_it_is_named_and_all_stay_with_their_engine() {
     let daemon = Daemon::start(QUICK);
     let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
     let before = daemon.host().engine_pid;
@@ -186,45 +148,7 @@ fn a_vm_that_the_successor_cannot_read_is_named_and_all_stay_with_the_engine_tha
 }
 
 #[test]
-fn no_byte_is_lost_when_any_process_is_killed_at_any_time_of_an_upgrade() {
-    let mut daemon = Daemon::start(QUICK);
-    let guests = ["one", "two", "three", "four", "five", "six"].map(|name| {
-        Guest::start(&daemon, name, "--workload uniform --ram 24M --limit 8M --threads 1 --zero-fraction 0.1")
-    });
-    for round in 0..upgrades::count() {
-        let old = daemon.host().engine_pid;
-        begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
-        std::thread::sleep(moment(round) * 3);
-        let next = daemon.engines().into_iter().find(|pid| *pid != old);
-        match round % 4 {
-            0 => common::kill(old),
-            1 => next.into_iter().for_each(common::kill),
-            2 => daemon.kill_keeper(),
-            _ => {
-                common::kill(old);
-                next.into_iter().for_each(common::kill);
-            }
-        }
-        if round % 4 == 2 {
-            daemon.restart_keeper();
-            until("its engine answers", || daemon.host().keeper_pid == daemon.keeper_pid());
-        }
-        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
-        until("one engine is left", || daemon.engines().len() == 1);
-        until("the upgrade is over", || {
-            daemon
-                .api
-                .upgrade()
-                .is_ok_and(|now| matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None))
-        });
-        moves(&daemon.api, "one");
-        moves(&daemon.api, "six");
-    }
-    guests.into_iter().for_each(|guest| drop(guest.finish()));
-}
-
-#[test]
-fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
+fn a_successor_that_stops_in_the_middle_is_ended_and_its_vms_go_back() {
     let daemon = Daemon::start(QUICK);
     let guests = ["one", "two", "three", "four", "five", "six"].map(|name| Guest::start(&daemon, name, BUSY));
     let old = daemon.host().engine_pid;
@@ -233,7 +157,7 @@ fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
     let next = daemon.engines().into_iter().find(|pid| *pid != old).expect("a successor");
     std::thread::sleep(moment(5));
     common::signal_process(next, Signal::STOP);
-    // It may have been done already: then it is an engine that hangs, and is replaced.
+    // It may have completed: then it is an engine that hangs, and is replaced.
     until("it is ended", || !daemon.engines().contains(&next));
     until("the guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
     assert_ne!(daemon.host().engine_pid, next);
@@ -243,14 +167,10 @@ fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
 
 #[test]
 fn a_vm_with_pages_on_disk_moves_too() {
-    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(Bytes(2 << 20))));
-    if common::missing("disk", made.err().map(|error| error.to_string())) {
+    if no_disk() {
         return;
     }
-    let dir = tempfile::tempdir().expect("temporary directory");
-    let dir = dir.path().display();
-    let config = format!("{QUICK}store_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n");
-    let daemon = Daemon::start(&config);
+    let daemon = Daemon::start(&spilling("8M", &std::env::temp_dir()));
     let guest = Guest::start(&daemon, "victim", "--workload uniform --ram 48M --limit 16M --threads 1");
     daemon.goes_to_file_and_back("victim");
     for round in 0..upgrades::count() / 2 {

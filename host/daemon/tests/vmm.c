@@ -120,9 +120,10 @@ static void deed(const char *what) {
         return say(waitpid(child, NULL, __WCLONE) == child ? "ok" : strerrorname_np(errno));
     }
     if (!strcmp(what, "vfork")) {
+        char *nothing[] = {"true", NULL};
         pid_t other = vfork();
         if (other == 0) {
-            execl("/bin/true", "true", NULL);
+            execve("/bin/true", nothing, environ);
             _exit(1);
         }
         int status = 1;
@@ -138,16 +139,6 @@ static void deed(const char *what) {
         int status = 1;
         return say(waitpid(other, &status, 0) == other && status == 0 ? "ok" : "wrong");
     }
-    if (!strcmp(what, "vfork-syscall")) {
-        char *nothing[] = {"true", NULL};
-        pid_t other = vfork();
-        if (other == 0) {
-            syscall(SYS_execve, "/bin/true", nothing, environ);
-            _exit(1);
-        }
-        int status = 1;
-        return say(waitpid(other, &status, 0) == other && status == 0 ? "ok" : "wrong");
-    }
     int self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     char path[256];
     path[readlink("/proc/self/exe", path, sizeof path - 1)] = 0;
@@ -158,13 +149,6 @@ static void deed(const char *what) {
     if (!strcmp(what, "fexecve")) fexecve(self, words, environ);
     if (!strcmp(what, "execveat")) execveat(self, "", words, environ, AT_EMPTY_PATH);
     if (!strcmp(what, "execv-nowhere")) execv("/nowhere", words);
-    if (!strcmp(what, "execl")) execl(path, "vmm", "next", file, pages_word, NULL);
-    if (!strcmp(what, "execlp")) execlp(path, "vmm", "next", file, pages_word, NULL);
-    if (!strcmp(what, "execle")) execle(path, "vmm", "next", file, pages_word, NULL, environ);
-    if (!strcmp(what, "execl-long")) execl(path, "vmm", "next", file, pages_word, "5", "6", "7", "8", NULL);
-    if (!strcmp(what, "execle-long")) execle(path, "vmm", "next", file, pages_word, "5", "6", NULL, environ);
-    if (!strcmp(what, "syscall")) syscall(SYS_execve, path, words, environ);
-    if (!strcmp(what, "syscall-at")) syscall(SYS_execveat, self, "", words, environ, AT_EMPTY_PATH);
     if (!strcmp(what, "raw")) kernel(SYS_execve, (long)path, (long)words, (long)environ, 0, 0, 0);
     say(strerrorname_np(errno));
     close(self);

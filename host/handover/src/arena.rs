@@ -1,10 +1,10 @@
-//! The head of an arena: the description of a store's shared-memory file, in the file.
+//! The head of an arena: what the shared-memory file of a store says about itself.
 //!
-//! Before: the keeper makes an empty file for a new VM, or a client brings one back. After: an engine lays it out
+//! Before: the keeper makes an empty file for a new VM, or a client brings one back. After: an engine formats it
 //! ([`format()`]) and maps it (`ballast-store`, which alone knows the contents of its slabs).
-//! Threads: no other process has the file while it is laid out. Units: offsets are bytes from the start of the file.
+//! Threads: no other process has the file while it is formatted. Units: offsets are bytes from the start of the file.
 //! Promise: a layout that this program cannot read is refused, unchanged. A file is an arena once it has its full size,
-//! which is set last: a shorter one was never laid out and has no contents.
+//! which is set last; a shorter file was never formatted and has no contents.
 //!
 //! ```text
 //! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
@@ -25,66 +25,66 @@ use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{Fill, Survival, Surviving};
 use ballast_sys::{Mapping, presence};
 
-/// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
+/// The most slabs of an arena (256 GiB): a handle has 22 bits for the slab.
 pub const MAX_SLABS: u32 = 1 << 22;
 
 /// Words of a table entry.
 pub const ENTRY_WORDS: usize = 16;
-/// Bytes of one.
+/// Bytes of a table entry.
 pub const ENTRY_BYTES: usize = ENTRY_WORDS * 8;
-/// Where the table begins.
+/// Offset of the table.
 pub const TABLE_START: usize = PAGE_SIZE;
 
-/// Words of the header.
+/// Words of the header, by index.
 pub const WORD_MAGIC: usize = 0;
 /// A [`Stamp`].
 pub const WORD_LAYOUT: usize = 1;
-/// How many slabs there are.
+/// Number of slabs.
 pub const WORD_SLABS: usize = 2;
-/// Bytes of one.
+/// Bytes of a slab.
 pub const WORD_SLAB_BYTES: usize = 3;
-/// How many were ever used.
+/// Number of slabs ever used.
 pub const WORD_FRESH: usize = 4;
-/// How many are in use.
+/// Number of slabs in use.
 pub const WORD_HELD: usize = 5;
-/// Words with a meaning of the store's.
+/// First of the words that belong to the kind of store.
 pub const OWN_WORDS_START: usize = 6;
-/// How many of these there are.
+/// Number of these words.
 pub const OWN_WORDS: usize = 4;
 /// Words before the counters.
 pub const HEADER_WORDS: usize = SHARDS_START / 8;
 
-/// Counters are spread over this many cache lines, so that threads do not fight for one.
+/// Number of cache lines over which counters are spread, against contention.
 pub const SHARDS: usize = 16;
 /// Words in one shard: one cache line.
 pub const SHARD_WORDS: usize = 8;
-/// Where they begin.
+/// Offset of the counters.
 pub const SHARDS_START: usize = 1024;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
 
-/// First word of a group's members: a word each, zero for none.
+/// Offset of a group's members: a word each, 0 for none.
 pub const MEMBERS_START: usize = 2048;
-/// The most members there can be.
+/// Most members of a group.
 pub const MEMBERS: usize = 256;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= MEMBERS_START && MEMBERS_START + MEMBERS * 8 == PAGE_SIZE);
-/// Replaces a member's word: the list of members was lost with the header.
+/// Replaces a member's word if the list of members was lost with the header.
 pub const UNKNOWN_MEMBER: u64 = u64::MAX;
 
-/// The properties that tell one kind of arena from another.
+/// One kind of arena.
 #[derive(Debug)]
 pub struct Layout {
     /// For messages.
     pub name: &'static str,
     magic: u64,
-    /// The layout of the header, the table, the classes and the blob headers, and what handles and checksums mean.
+    /// Versions of the header, the table, the classes, the blob headers, and the meaning of handles and checksums.
     pub format: Format,
-    /// Bytes of a slab in the arena file.
+    /// Bytes of a slab in the file.
     pub slab_bytes: usize,
 }
 
-/// The RAM store's arena: the slabs hold the blobs. The VM's id seeds the checksums.
+/// The RAM store's arena, with the blobs in the slabs. The VM's id seeds the checksums.
 pub static RAM: Layout = Layout {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
@@ -92,7 +92,7 @@ pub static RAM: Layout = Layout {
     slab_bytes: 64 * 1024,
 };
 
-/// A group's arena: as the RAM store's, but its checksums are those of bytes alone, and it says who its members are.
+/// A group's arena: like the RAM store's, but with checksums of the bytes alone, and with a list of members.
 pub static GROUP: Layout = Layout {
     name: "group's arena",
     magic: u64::from_le_bytes(*b"BALGROUP"),
@@ -100,8 +100,8 @@ pub static GROUP: Layout = Layout {
     slab_bytes: 64 * 1024,
 };
 
-/// The file store's index: its slabs are 512 headers of 16 bytes, and each describes an area of the file. The VM's id
-/// seeds the checksums.
+/// The file store's index: each slab has 512 headers of 16 bytes, and describes an area of the file. The VM's id seeds
+/// the checksums.
 pub static INDEX: Layout = Layout {
     name: "file store index",
     magic: u64::from_le_bytes(*b"BALFILES"),
@@ -109,26 +109,26 @@ pub static INDEX: Layout = Layout {
     slab_bytes: 512 * 16,
 };
 
-/// Own words of the index: the identity of the file it belongs to, then what was written today (`ballast-store`).
+/// An own word of the index: the device of its file.
 pub const WORD_FILE_DEV: usize = 0;
-/// The second half of it.
+/// An own word of the index: the inode of its file.
 pub const WORD_FILE_INO: usize = 1;
-/// Two numbers in one word.
+/// An own word of the index: the day, and the blocks written on it (`ballast-store`).
 pub const WORD_TODAY: usize = 2;
 
-/// The contents of an arena's header.
+/// The header of an arena.
 #[derive(Debug)]
 pub struct Head {
-    /// How many slabs it has.
+    /// Number of slabs.
     pub slabs: u32,
-    /// Its memory had failed, and it was written again.
+    /// The header was lost to a memory error, and was written again.
     pub was_lost: bool,
     /// The words before the counters.
     pub words: Vec<u64>,
 }
 
 impl Layout {
-    /// Where the first of `slabs` slabs begins.
+    /// Offset of the first of `slabs` slabs.
     pub fn slabs_start(&self, slabs: u32) -> usize {
         (TABLE_START + slabs as usize * ENTRY_BYTES).next_multiple_of(self.slab_bytes)
     }
@@ -138,17 +138,17 @@ impl Layout {
         self.slabs_start(slabs) + slabs as usize * self.slab_bytes
     }
 
-    /// How many slabs an arena of this file size has.
+    /// The number of slabs of an arena with this file size.
     fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
         let most = file_bytes / self.slab_bytes as u64;
-        // The table rounded up to a whole slab is the only other thing in it.
+        // The only other content is the table, rounded up to a whole slab.
         let near = most.checked_sub(2 + (most * ENTRY_BYTES as u64).div_ceil(self.slab_bytes as u64))?;
         (near..=most)
             .filter_map(|slabs| u32::try_from(slabs).ok())
             .find(|slabs| self.file_bytes(*slabs) as u64 == file_bytes)
     }
 
-    /// Write the header of a new arena.
+    /// Writes the header of a new arena.
     pub fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
         header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
         header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
@@ -156,7 +156,7 @@ impl Layout {
         header[WORD_MAGIC].store(self.magic, Ordering::Release);
     }
 
-    /// Check the header of a file of this size. Returns how many slabs there are.
+    /// Checks the header of a file of this size. Returns the number of slabs.
     fn check_header(&self, words: &[u64], size: u64) -> io::Result<u32> {
         let invalid = |what| self.invalid(what);
         let expect = |word: usize, name: &str, expected: u64| {
@@ -179,7 +179,7 @@ impl Layout {
         Ok(slabs)
     }
 
-    /// How many slabs an arena of this file size has, whose header was lost.
+    /// The number of slabs of an arena with this file size and a lost header.
     fn slabs_of_lost(&self, size: u64) -> io::Result<u32> {
         self.slabs_of(size).ok_or_else(|| self.invalid(format!("its header is lost, and none has {size} bytes")))
     }
@@ -189,7 +189,7 @@ impl Layout {
     }
 }
 
-/// Make the file of an arena, which an engine will lay out.
+/// Makes the file of an arena, which an engine will format.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -197,20 +197,20 @@ pub fn create() -> io::Result<OwnedFd> {
     memfd::create("ballast-store", Bytes(0))
 }
 
-/// Was this file never laid out, or not to the end?
+/// Whether this file was never formatted, or not completely.
 ///
 /// # Errors
-/// The kernel could not tell.
+/// The kernel refuses.
 pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
     Ok(matches!(memfd::size(fd)?.0, 0 | HEADER_BYTES))
 }
 
 const HEADER_BYTES: u64 = PAGE_SIZE as u64;
 
-/// Lay out a new file as an arena of `slabs` slabs.
+/// Formats a new file as an arena of `slabs` slabs.
 ///
 /// # Errors
-/// There can be no arena of this number of slabs, or the kernel refuses.
+/// An arena cannot have this number of slabs, or the kernel refuses.
 pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     if slabs == 0 || slabs > MAX_SLABS {
         return Err(io::Error::new(
@@ -225,20 +225,20 @@ pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     if rustix::io::pwrite(&fd, &bytes, 0)? != bytes.len() {
         return Err(io::Error::other(format!("Creating a {}: its header was not written whole", layout.name)));
     }
-    // Last: the full size proves that all else is done.
+    // Last, because the full size proves that all else is done.
     Ok(rustix::fs::ftruncate(&fd, layout.file_bytes(slabs) as u64)?)
 }
 
-/// Is this the first word of a header that was lost, and that no process has written again to the end? A lost header
-/// reads as zeros, and the magic number is written last.
+/// Whether this first word is that of a lost header that was not completely written again. A lost header reads as
+/// zeros, and the magic number is written last.
 fn is_lost(magic: u64, fd: impl AsFd) -> io::Result<bool> {
     Ok(magic == 0 && memfd::next_data(fd, TABLE_START as u64)?.is_some())
 }
 
-/// How many of `slabs` slabs the table's memory may have entries of: a page with a written entry is present.
+/// The number of slabs, of `slabs`, up to the last allocated page of the table.
 ///
 /// # Errors
-/// The kernel could not tell.
+/// The kernel refuses.
 pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
     let table_end = (TABLE_START + slabs as usize * ENTRY_BYTES) as u64;
     let (mut at, mut touched_end) = (TABLE_START as u64, TABLE_START as u64);
@@ -252,11 +252,11 @@ pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
     Ok(((touched_end as usize - TABLE_START) / ENTRY_BYTES) as u32)
 }
 
-/// Check the head of an arena that exists. One that was lost is written again. That of a group says from then on that
-/// its members are not known.
+/// Checks the head of an existing arena. A lost head is written again; that of a group then says that the members are
+/// unknown.
 ///
 /// # Errors
-/// It is none, it has a layout that this program cannot read, or it has the wrong size.
+/// The file is no such arena, has a layout that this program cannot read, or has the wrong size.
 pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     let size = memfd::size(&**fd)?.0;
     if size < PAGE_SIZE as u64 {
@@ -299,25 +299,25 @@ fn look(layout: &Layout, fd: impl AsFd) -> io::Result<Option<Vec<u64>>> {
     Ok(Some(words))
 }
 
-/// Could [`read`] open this arena? Changes nothing, even while other processes use the arena: the engine that opens it
-/// is to know if its header was lost. One that was never laid out is fine.
+/// Whether [`read`] could open this arena; a file that was never formatted is fine. Changes nothing, even if other
+/// processes use the arena, so that the engine that opens it learns of a lost header.
 ///
 /// # Errors
-/// If not, with the reason.
+/// The reason, if it could not.
 pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     if is_new(&fd)? { Ok(()) } else { look(layout, fd).map(drop) }
 }
 
-/// The name of a member in its group's arena: never 0, and no byte in common with [`ENGINES`].
+/// The presence name of a member of a group's arena: never 0, and no byte in common with [`ENGINES`].
 pub fn member(vm: VmId) -> u64 {
     let [low, ..] = vm.0.as_chunks().0 else { return 4 };
     u64::from_le_bytes(*low).max(4)
 }
 
-/// The name of engines that have a group's arena open.
+/// The presence name of engines that have a group's arena open.
 pub const ENGINES: u64 = 0;
 
-/// From now on this opening of a group's arena announces that a process has the words of this VM.
+/// From now on this opening of a group's arena shows that a process has the words of this VM.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -325,11 +325,10 @@ pub fn announce(group: impl AsFd, vm: VmId) -> io::Result<()> {
     presence::announce(group, member(vm))
 }
 
-/// The file that an index belongs to, for a caller that must know that a descriptor is this file before any other call
-/// on it.
+/// The file of an index, by its numbers: a caller can compare a descriptor with it before any other call on that.
 ///
 /// # Errors
-/// If it is no index that this program can read.
+/// The index is not one that this program can read.
 pub fn file_of(index: impl AsFd) -> io::Result<FileId> {
     let words = look(&INDEX, index)?.ok_or_else(|| INDEX.invalid("its header is lost".into()))?;
     let own = |word: usize| words[OWN_WORDS_START + word];
@@ -341,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_an_arena_once_it_has_its_full_size_and_before_that_it_holds_nothing() {
+    fn a_file_is_an_arena_once_it_has_its_full_size_and_new_before() {
         let fd = create().expect("memfd");
         let is_new_and_good = |fd: &OwnedFd| {
             inspect(&RAM, fd).expect("an engine of ours can lay it out");
@@ -373,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_header_is_left_by_a_look_and_written_again_by_the_first_that_reads_it() {
+    fn a_lost_header_stays_lost_when_inspected_and_is_written_again_by_the_first_read() {
         let fd = Arc::new(create().expect("memfd"));
         format(&GROUP, &fd, 100).expect("formatted");
         // An entry in the second page of the table.

@@ -1,27 +1,28 @@
-//! Two engines of one VM, in its state file: the next one serves faults beside the leaving one, which does nothing else
-//! any more.
+//! Two engines of one VM, in its state file: the next engine serves faults beside the leaving one, which does nothing
+//! else.
 //!
-//! Before: the engine of a VM has been told to do nothing for it except to serve faults. After: one engine has the VM.
-//! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM.
+//! Before: the engine of a VM was told to only serve its faults. After: one engine has the VM.
+//! Threads: any.
+//! Promise: a program that finds the file can end each engine that may change anything of the VM.
 //!
-//! While there are two engines, the list of threads (`threads`) does not tell whose they are. So an engine that dies
-//! meanwhile must be gone entirely before another one may repair its words.
+//! While there are two engines, the list of threads (`threads`) does not say whose they are. So if an engine dies then,
+//! the whole process must be gone before another engine may repair its words.
 
 use std::sync::atomic::Ordering;
 
 use crate::state_file::{FORMAT, Field, StateFile};
 
-/// Beside the pid of the engine that leaves: the other one serves every process of the VM.
+/// With the pid of the leaving engine: the other one serves each process of the VM.
 const FOLLOWED: u64 = 1 << 32;
 
 impl StateFile {
-    /// Record that this engine may open the VM beside the named one, which leaves. The keeper does so before it gives
-    /// the order.
+    /// Records that this engine may open the VM beside the named one, which leaves. The keeper calls this before it
+    /// gives the order.
     pub fn name_beside(&self, pid: u32, start_time: u64) {
         let Some((leaving, leaving_start)) = self.engine() else { return self.name_engine(pid, start_time) };
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         self.thread_list().share();
-        // In this order: a keeper that dies anywhere here has named the one that serves.
+        // In this order, a keeper that dies anywhere here has named the engine that serves.
         self.set(Field::LeavingStart, leaving_start);
         self.set(Field::LeavingPid, u64::from(leaving));
         self.set(Field::EngineStart, start_time);
@@ -29,35 +30,35 @@ impl StateFile {
         self.remember();
     }
 
-    /// The engine that leaves, as pid and start time, if another one is beside it.
+    /// Pid and start time of the leaving engine, while there are two.
     pub fn leaving(&self) -> Option<(u32, u64)> {
         Some((self.get(Field::LeavingPid) as u32, self.get(Field::LeavingStart))).filter(|engine| engine.0 != 0)
     }
 
-    /// Is this one of the two engines that are named?
+    /// Whether this is one of the two engines, while there are two.
     pub(crate) fn is_one_of_two(&self, pid: u32, start_time: u64) -> bool {
         let this = Some((pid, start_time));
         self.leaving().is_some() && (self.leaving() == this || self.engine() == this)
     }
 
-    /// Record that this engine serves the VM beside another one; returns its epoch.
+    /// Records that this engine serves the VM beside another one; returns its epoch.
     pub fn open_beside(&self, pid: u32, start_time: u64) -> u64 {
         self.begin_epoch(pid, start_time)
     }
 
-    /// The engine beside the leaving one serves every process of the VM: if the keeper dies now, it continues alone.
+    /// The second engine serves each process of the VM: if the keeper dies now, that engine continues alone.
     pub fn set_followed(&self) {
         if self.leaving().is_some() {
             self.words()[Field::LeavingPid as usize].fetch_or(FOLLOWED, Ordering::AcqRel);
         }
     }
 
-    /// Does it serve every process of the VM?
+    /// Whether the second engine serves each process of the VM.
     pub fn is_followed(&self) -> bool {
         self.leaving().is_some() && self.get(Field::LeavingPid) & FOLLOWED != 0
     }
 
-    /// The engine that leaves has closed the VM: the other one has it alone.
+    /// The leaving engine has closed the VM: the other one has it alone.
     pub fn has_left(&self) {
         let Some((pid, start_time)) = self.engine() else { return };
         self.thread_list().own(pid, start_time);
@@ -65,7 +66,6 @@ impl StateFile {
         self.remember();
     }
 
-    /// No engine leaves.
     pub(crate) fn forget_leaving(&self) {
         if self.leaving().is_none() {
             return;
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn while_there_are_two_nobody_knows_whose_threads_are_listed_and_none_is_forgotten() {
+    fn of_two_engines_the_threads_are_unknown_and_none_is_forgotten() {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
         state.take_over(10, 99, LOST).expect("no journal");
         let old = state.list(7).expect("not fenced");
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_that_takes_it_over_after_both_has_it_alone() {
+    fn the_engine_that_takes_over_after_both_has_the_vm_alone() {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
         state.take_over(10, 99, LOST).expect("no journal");
         state.name_beside(12, 100);

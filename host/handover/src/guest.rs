@@ -1,14 +1,15 @@
 //! Guest-physical addresses of each region: words of the state file that outlive engines.
 //!
 //! Before: the VMM states them, with a region or later. After: the API shows them, in every engine.
-//! Threads: the keeper's one writes; any reads, and may see a list half replaced, which is for display only.
-//! Units: whole pages. Promise: the list that is read has passed the same check as the list that was written.
+//! Threads: the keeper's one writes; any reads, and may see a list half replaced, which is for display only. Units:
+//! whole pages.
+//! Promise: a list that is read passes the same check as one that is written.
 //!
 //! ```text
 //! 3072     42 entries of three words: region plus 1, over the page of the region << 8; the guest's page; pages
 //! ```
 //!
-//! A zero in the first word is a free entry. The addresses of a region without entries are in its record, or unknown.
+//! A zero in the first word marks a free entry. The address of a region without entries is in its record, or unknown.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,9 +19,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageCount};
 use crate::records::RegionRecord;
 use crate::state_file::{GUEST_WORDS, StateError, StateFile};
 
-/// Words of an entry.
 const WORDS: usize = 3;
-/// Entries.
 const ENTRIES: usize = GUEST_WORDS / WORDS;
 /// Bits of the region's number in the first word.
 const NUMBER_BITS: u32 = 8;
@@ -30,7 +29,7 @@ fn number(entry: &[AtomicU64]) -> u64 {
 }
 
 impl StateFile {
-    /// Guest-physical ranges of this region, ascending; none if they are not known.
+    /// The guest-physical ranges of this region, ascending; none if unknown.
     pub fn guest_ranges(&self, region: u32, record: &RegionRecord) -> Vec<GuestRange> {
         let bytes = |pages: u64| pages.saturating_mul(PAGE_SIZE as u64);
         let own = self.guest_words().chunks_exact(WORDS).filter(|entry| number(entry) == u64::from(region) + 1);
@@ -48,15 +47,15 @@ impl StateFile {
         check_guest_ranges(len, &ranges).map_or_else(|_| Vec::new(), |()| ranges)
     }
 
-    /// Replace the guest-physical ranges of this region.
+    /// Replaces the guest-physical ranges of this region.
     ///
     /// # Errors
-    /// The ranges are invalid, or the VM's regions have too many; then the ranges before still hold.
+    /// The ranges are invalid, or the VM's regions have too many; nothing was changed.
     pub fn set_guest_ranges(&self, region: u32, ranges: &[GuestRange]) -> Result<(), StateError> {
         let records = self.regions();
         let record = records.get(region as usize).filter(|record| !record.removed);
         let record = record.ok_or_else(|| StateError::Invalid(format!("it has no region {region}")))?;
-        check_guest_ranges(record.pages().bytes(), ranges).map_err(StateError::Invalid)?;
+        check_guest_ranges(record.pages().bytes(), ranges).map_err(|why| StateError::Invalid(why.to_string()))?;
         let lives = |number: u64| {
             let record = number.checked_sub(1).and_then(|index| records.get(index as usize));
             record.is_some_and(|record| !record.removed)
@@ -104,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_guest_sees_a_region_is_what_was_said_last_also_for_who_opens_the_file_later() {
+    fn guest_ranges_are_those_stated_last_even_for_a_later_opener() {
         let file = file(3, None);
         assert_eq!(ranges(&file, 0), []);
         let pc = [range(0, 0, 3 * GIB), range(3 * GIB, 4 * GIB, 2 * GIB)];
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_with_a_region_holds_until_more_is_said() {
+    fn the_address_given_with_a_region_holds_until_ranges_are_stated() {
         let file = file(1, Some(GIB));
         assert_eq!(ranges(&file, 0), [range(0, GIB, 5 * GIB)]);
         file.set_guest_ranges(0, &[range(MIB, 0, MIB)]).expect("set");
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn more_ranges_than_there_is_room_for_are_refused_and_a_removed_region_gives_its_room_back() {
+    fn too_many_ranges_are_refused_and_a_removed_region_frees_its_entries() {
         let file = file(7, None);
         let eight: Vec<_> = (0..8).map(|at| range(at * MIB, at * MIB, MIB)).collect();
         for region in 0..5 {

@@ -1,14 +1,14 @@
-//! Who a VM is, in its state file: the operator's UUID, the user and the process that attached it first.
+//! The identity of a VM, in its state file: the operator's UUID, and the user and the process that first attached it.
 //!
-//! Before: the keeper writes it when the VM attaches for the first time. After: engines find the VM's settings by it.
-//! Threads: any; each word is one atomic, and nobody changes one later.
+//! Before: the keeper writes it when the VM first attaches. After: engines find the VM's settings by it.
+//! Threads: any; each word is one atomic, and does not change later.
 
 use ballast_base::Uuid;
 
 use crate::state_file::{Field, StateFile};
 
 impl StateFile {
-    /// The operator's UUID of the VM, if there is one.
+    /// The operator's UUID of the VM, if it has one.
     pub fn uuid(&self) -> Option<Uuid> {
         let mut uuid = [0; 16];
         uuid[..8].copy_from_slice(&self.get(Field::Uuid0).to_le_bytes());
@@ -16,13 +16,13 @@ impl StateFile {
         (uuid != [0; 16]).then_some(Uuid(uuid))
     }
 
-    /// The user that attached it and its process then, if they are known.
+    /// Uid and pid that first attached it, if known.
     pub fn owner(&self) -> Option<(u32, u32)> {
         let word = self.get(Field::Owner);
         ((word >> 32) as u32).checked_sub(1).map(|uid| (uid, word as u32))
     }
 
-    /// Say so, of a new VM.
+    /// Sets the identity of a new VM.
     pub fn set_identity(&self, uuid: Option<Uuid>, uid: u32, pid: u32) {
         let (a, b) = uuid.map_or((0, 0), |Uuid(uuid)| {
             let half = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| uuid[at + byte]));
@@ -34,12 +34,12 @@ impl StateFile {
         self.remember();
     }
 
-    /// Where its settings come from, as the daemon encodes it; zero if nobody has said so yet.
+    /// The sources of its settings, as the daemon encodes them; 0 if not set.
     pub fn sources(&self) -> u64 {
         self.get(Field::Sources)
     }
 
-    /// Change that.
+    /// Sets the sources of its settings.
     pub fn set_sources(&self, sources: u64) {
         self.set(Field::Sources, sources);
         self.remember();

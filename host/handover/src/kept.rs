@@ -1,11 +1,12 @@
-//! The record that a keeper leaves to the next program in the same process: all of its state.
+//! The whole state of a keeper, for the next program in the same process.
 //!
-//! Before: a keeper is about to become another program by exec; its descriptors stay open. After: that program reads
-//! this and is the keeper: of the same VMs, clients and engine, under the same sockets and the same pid.
-//! Units: descriptors are numbers, which are the same before and after.
-//! Promise: a program that cannot read it says so and changes nothing. The version rule is `ballast_base::format`'s: a
-//! new field goes to the end of [`Kept`] itself, never into a part of it, and messages in it are bytes with versions of
-//! their own.
+//! Before: a keeper is about to exec another program; its descriptors stay open. After: that program reads this and is
+//! the keeper of the same VMs, clients and engine, with the same sockets and pid. Units: descriptors are numbers, which
+//! exec does not change.
+//! Promise: a program that cannot read it says so and changes nothing. `ballast_base::format` has the version rule: a
+//! new field goes to the end of [`Kept`] itself, never into a part of it; messages in it are bytes with their own
+//! versions.
+#![expect(missing_docs, reason = "most fields only name what the keeper has")]
 
 use std::fs::File;
 use std::io;
@@ -21,75 +22,65 @@ use serde::{Deserialize, Serialize};
 /// The number of a descriptor.
 pub type Number = i32;
 
-/// The record of a keeper.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
-    /// The file whose lock excludes a second keeper. The lock stays, because the process does.
+    /// Its lock excludes a second keeper, and outlives exec.
     pub lock: Number,
-    /// The attach socket.
     pub attach: Number,
-    /// The API socket.
     pub api: Number,
     /// The program that engines are started from.
     pub program: Vec<u8>,
-    /// The file of the keeper that wrote this.
+    /// The program that wrote this.
     pub own_program: Vec<u8>,
-    /// The settings that engines begin with.
+    /// For new engines.
     pub settings: Vec<u8>,
-    /// A new VM is to have a file store.
+    /// A new VM gets a file store.
     pub file_stores: bool,
-    /// When the first keeper of this process began.
+    /// Start of the first keeper of this process.
     pub since_unix_s: u64,
-    /// Engines that died.
+    /// Number of engines that died.
     pub restarts: u64,
-    /// An [`crate::orders::Order::Upgrading`]: the state of the upgrade that this is a part of.
+    /// An [`crate::orders::Order::Upgrading`]: the state of the upgrade of which this is a part.
     pub upgrading: Vec<u8>,
-    /// The engine.
     pub engine: KeptEngine,
-    /// Engines that are dead and have not been reaped: pid and pidfd.
+    /// Dead engines that were not reaped: pid and pidfd.
     pub zombies: Vec<(u32, Number)>,
-    /// The VMs.
     pub vms: Vec<KeptVm>,
-    /// VMs without processes: the number of the order that closes it, and whether an engine has been given that.
+    /// VMs without processes: number of the order that closes it, and whether an engine was given that.
     pub closing: Vec<(u64, bool, KeptVm)>,
-    /// Connections.
     pub clients: Vec<KeptClient>,
-    /// Orders that clients wait for.
+    /// Orders for which clients wait.
     pub pending: Vec<KeptAsk>,
     /// The key of the next connection.
     pub next_client: u64,
     /// The number of the next order.
     pub next_seq: u64,
-    /// Groups whose members have equal pages once, and patterns of their members' names.
+    /// Names of groups, and the patterns of their members' names.
     pub groups: Vec<(String, Vec<String>)>,
-    /// Clients that get a reply only after one that waits for the engine, and what they get, in order: a
-    /// [`ballast_base::wire::KeeperToClient`], or nothing for each of their requests in `pending`.
+    /// Keys of clients whose replies wait for the engine, with the replies, in order: a
+    /// [`ballast_base::wire::KeeperToClient`], or nothing for a request that is in `pending`.
     pub owed: Vec<(u64, Vec<Vec<u8>>)>,
 }
 
-/// An engine that serves.
+/// The engine that serves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KeptEngine {
-    /// The process.
     pub pid: u32,
-    /// When it started.
+    /// Start time of the process.
     pub start: u64,
-    /// Its pidfd.
     pub pidfd: Number,
     /// The keeper's end of its socket.
     pub socket: Number,
 }
 
-/// A VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptVm {
     /// The state file, which has the rest.
     pub state: Number,
-    /// The files of its stores, by number.
+    /// The files of its stores, by store number.
     pub stores: Vec<(u8, Vec<Number>)>,
-    /// The files of each region with device and inode; `None` for one without.
+    /// The files of each region; `None` for a region without files.
     pub ram: Vec<Option<Vec<KeptFile>>>,
-    /// Whose it is.
     pub uid: u32,
     /// The VMM program.
     pub vmm: String,
@@ -97,38 +88,29 @@ pub struct KeptVm {
     pub pinned: Option<String>,
     /// See [`ballast_base::wire::Attach::may_pin`].
     pub may_pin: bool,
-    /// How many engines had opened it when the last one was named.
-    pub named_at: u64,
 }
 
 /// A RAM file: its descriptor, device and inode.
 pub type KeptFile = (Number, u64, u64);
 
-/// A connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptClient {
-    /// Its key.
     pub key: u64,
-    /// The connection.
     pub socket: Number,
-    /// Its process.
     pub pid: u32,
-    /// Its user.
     pub uid: u32,
-    /// Messages of it that were refused.
+    /// Number of its messages that were refused.
     pub faults: u32,
     /// Its view, if it has attached.
     pub view: Option<KeptView>,
 }
 
-/// The descriptors that a process attached with.
+/// The descriptors with which a process attached.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptView {
-    /// The VM.
     pub vm: VmId,
     /// In the client's order.
     pub uffds: Vec<Number>,
-    /// Their features.
     pub uffd_features: u64,
     /// The engine's end of the control socket.
     pub control: Number,
@@ -136,16 +118,14 @@ pub struct KeptView {
     pub spans: Vec<(Span, u32)>,
 }
 
-/// A client's wait.
+/// An order for which a client waits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptAsk {
-    /// The number of the order.
     pub seq: u64,
-    /// The client's key.
     pub client: u64,
     /// An [`crate::orders::Order`].
     pub order: Vec<u8>,
-    /// The reply is that it is attached, not only that the order succeeded.
+    /// The reply says that the client is attached, not only that the order succeeded.
     pub attaches: bool,
 }
 
@@ -154,7 +134,7 @@ impl Message for Kept {
 }
 
 impl Kept {
-    /// Every descriptor that it names.
+    /// All descriptors in it.
     pub fn numbers(&self) -> Vec<Number> {
         let mut all = vec![self.lock, self.attach, self.api, self.engine.pidfd, self.engine.socket];
         all.extend(self.zombies.iter().map(|(_, pidfd)| pidfd));
@@ -173,10 +153,10 @@ impl Kept {
         all
     }
 
-    /// Write it as a memory file.
+    /// Writes it to a new memfd.
     ///
     /// # Errors
-    /// There is no memory or no descriptor for it.
+    /// Memory or descriptors are short.
     pub fn write(&self) -> io::Result<OwnedFd> {
         let fd = memfd::create("ballast-kept", Bytes(0))?;
         let file = File::from(fd);
@@ -184,12 +164,13 @@ impl Kept {
         Ok(file.into())
     }
 
-    /// Read such a file.
+    /// Reads it from a memfd.
     ///
-    /// # Errors It cannot be read, is no such file, or has a version that this program cannot read.
+    /// # Errors
+    /// The file cannot be read, is not a keeper's record, or has a version that this program cannot read.
     pub fn read(file: impl AsFd) -> io::Result<Self> {
         let invalid = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
-        // Another program wrote it and has ended. It may contain anything.
+        // Another program wrote it and has ended: it may contain anything.
         let size = usize::try_from(memfd::size(&file)?.0).unwrap_or(usize::MAX);
         if size > LONGEST {
             return Err(io::Error::new(io::ErrorKind::InvalidData, format!("it has {size} bytes")));
@@ -200,7 +181,7 @@ impl Kept {
     }
 }
 
-/// Bytes of the longest one. A VM takes some hundred bytes, one with 32 RAM files in each of 32 regions some 20 KiB.
+/// Longest record, in bytes. A VM takes some hundred bytes; with 32 RAM files in each of 32 regions, some 20 KiB.
 const LONGEST: usize = 1 << 30;
 
 #[cfg(test)]
@@ -218,7 +199,6 @@ mod tests {
             vmm: "q".into(),
             pinned: Some("p".into()),
             may_pin: true,
-            named_at: 18,
         };
         let spans = vec![(Span { hva: Hva(4096), len: Bytes(8192) }, 1)];
         let view = KeptView { vm: VmId([7; 16]), uffds: vec![23, 24], uffd_features: 3, control: 25, spans };
@@ -247,9 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_down_is_what_this_version_writes() {
+    fn the_bytes_are_those_of_this_version() {
         let said: String = encode(&kept())[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
-        let vm = "020101160202181a020001011c0f101101710101700112";
+        let vm = "020101160202181a020001011c0f1011017101017001";
         let expected = (
             1,
             format!(
@@ -262,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_read_as_it_was_written_and_names_every_descriptor() {
+    fn a_record_is_read_as_written_and_names_every_descriptor() {
         let kept = kept();
         let file = kept.write().expect("a memory file");
         assert_eq!(Kept::read(&file).expect("readable"), kept);
@@ -272,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_such_file_or_too_new_is_refused_with_both_versions() {
+    fn a_file_that_is_no_record_or_is_too_new_is_refused_with_both_versions() {
         let mut bytes = encode(&kept());
         bytes[4..8].copy_from_slice(&[5, 0, 4, 0]);
         let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");

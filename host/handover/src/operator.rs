@@ -1,6 +1,6 @@
-//! The operator's and the governor's settings of a VM, in its state file, where they outlive engines.
+//! The settings of a VM by the operator and the governor, in its state file, where they outlive engines.
 //!
-//! Before: the keeper writes the limit that a VM attached with; the API and the governor change these. After: the
+//! Before: the keeper writes the limit with which a VM attached; the API and the governor change these. After: the
 //! reclaim worker reads them in its next round, and so does the next engine.
 //! Threads: any; each word is one atomic.
 
@@ -11,23 +11,23 @@ use ballast_base::Bytes;
 use crate::state_file::{Field, SETTINGS, StateFile};
 
 impl StateFile {
-    /// The limit, if there is one.
+    /// The operator's limit.
     pub fn limit(&self) -> Option<Bytes> {
         Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
     }
 
-    /// Change the cap. The reclaim worker reads it in its next round.
+    /// Sets the operator's limit. The reclaim worker reads it in its next round.
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
         self.remember();
     }
 
-    /// The limit that the governor has set, if there is one. It holds beside the operator's.
+    /// The governor's limit. The lower of both holds.
     pub fn target(&self) -> Option<Bytes> {
         Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
     }
 
-    /// Change it. As for the limit.
+    /// Sets the governor's limit. The reclaim worker reads it in its next round.
     pub fn set_target(&self, target: Option<Bytes>) {
         self.set(Field::Target, target.map_or(0, |target| target.0.max(1)));
         self.remember();
@@ -38,7 +38,7 @@ impl StateFile {
         std::array::from_fn(|at| self.words()[Field::Settings as usize + at].load(Ordering::Acquire))
     }
 
-    /// Change that, word by word.
+    /// Sets the operator's settings, word by word.
     pub fn set_settings(&self, settings: [u64; SETTINGS]) {
         for (at, word) in settings.into_iter().enumerate() {
             self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
@@ -46,12 +46,12 @@ impl StateFile {
         self.remember();
     }
 
-    /// Does an operator want all of the VM in memory, whatever its limit?
+    /// Whether an operator wants all of the VM in memory, whatever its limit.
     pub fn kept(&self) -> bool {
         self.get(Field::Kept) != 0
     }
 
-    /// Change that.
+    /// Sets whether all of the VM must be in memory.
     pub fn set_kept(&self, kept: bool) {
         self.set(Field::Kept, kept.into());
         self.remember();

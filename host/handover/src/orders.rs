@@ -1,46 +1,46 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
-//! Before: one of the two has something to say. After: the other one does it; an order with a number gets a reply.
+//! Before: one of them sends a message. After: the other one obeys; an order with a number gets a reply.
 //! Threads: the keeper's one, and the engine's first. Units: in the field names.
-//! Promise: a message that the reader must not ignore and cannot read is refused by name; any other unknown one is left
-//! out. The bytes of each message are those of `FORMAT`'s version, which a test compares.
+//! Promise: a message that the reader cannot read but must not ignore is refused by name; other unknown messages are
+//! skipped. The bytes of each message are those of `FORMAT`'s version, which a test compares.
 //!
-//! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same
-//! file as the keeper, from the one that replaced it, or from the one that an operator named for an upgrade. An engine
-//! that cannot read its first order says so and ends; a restart of the keeper helps.
+//! Framed like the client's messages (`base::format`), with their own versions: the engine is started from the file of
+//! the keeper, from its replacement, or from the program that an operator named for an upgrade. An engine that cannot
+//! read its first order says so and ends; a restart of the keeper helps.
+#![expect(missing_docs, reason = "most fields are a VM, a process, or the number of the order")]
 
 use ballast_base::Hva;
 use ballast_base::format::{Format, Message};
 use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
 
+use crate::failure::Failure;
 use crate::upgrading::Upgrading;
 
 /// The versions of the messages in this file.
 pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 
-/// The parameters of a new engine. Descriptor: the listening API socket.
+/// The parameters of a new engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Begin {
-    /// The keeper.
     pub keeper_pid: u32,
-    /// Engines that died before this one.
+    /// Number of engines that died before this one.
     pub restarts: u64,
-    /// When the keeper started, seconds since 1970.
+    /// Start of the keeper.
     pub since_unix_s: u64,
-    /// The engine's settings, in a format of the engine's own: the keeper passes them on.
+    /// In the engine's own format: the keeper passes them on.
     pub settings: Vec<u8>,
 }
 
-/// Keeper to engine.
+/// Keeper to engine. With `seq`, the order is answered by a [`Report`] with that number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Order {
-    /// The first order. One descriptor: the API listener.
+    /// The first order. Descriptor: the listening API socket.
     Begin(Begin),
-    /// Serve this VM. Descriptors: the state file, the files of its stores, then each RAM file that its state file
+    /// Serve this VM. Descriptors: the state file, the files of its stores, and each RAM file that the state file
     /// names, once, in any order.
     OpenVm {
-        /// The VM.
         vm: VmId,
         /// The VMM program.
         vmm: String,
@@ -48,156 +48,101 @@ pub enum Order {
         pinned: Option<String>,
         /// See [`ballast_base::wire::Attach::may_pin`].
         may_pin: bool,
-        /// How many files of which store there are.
+        /// Number of files of each store.
         stores: Vec<StoreFiles>,
-        /// How many RAM files there are.
+        /// Number of RAM files.
         files: u8,
-        /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): do no more than
-        /// that either until [`Order::Alone`], and mend nothing.
+        /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): only serve faults,
+        /// too, until [`Order::Alone`], and repair nothing.
         beside: bool,
-        /// How many regions the state file had. Later ones, which may be in it by the time the order is read, come
-        /// with [`Order::AddRegion`].
+        /// Number of regions in the state file. It may have more by the time the order is read; those come with
+        /// [`Order::AddRegion`].
         regions: u32,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
     AddView {
-        /// The VM.
         vm: VmId,
-        /// The process.
         pid: u32,
-        /// userfaultfd features.
         uffd_features: u64,
         /// Where it maps which region.
         spans: Vec<(Span, u32)>,
-        /// Since when nobody serves it, on the monotonic clock.
+        /// Since when no engine serves it, on the monotonic clock.
         unserved_since_ns: Option<u64>,
     },
     /// RAM was hot-plugged. Descriptors: its files.
     AddRegion {
-        /// The VM.
         vm: VmId,
         /// The process that told us.
         pid: u32,
-        /// Where it maps it; `None` if that comes with its view.
+        /// Where that maps it; `None` if that comes with its view.
         span: Option<Span>,
-        /// Its number.
+        /// The region.
         number: u32,
-        /// How many files there are.
+        /// Number of files.
         files: u8,
     },
     /// RAM is about to be unplugged. Answered by [`Report::Done`].
     RemoveRegion {
-        /// Comes back in the answer.
         seq: u64,
-        /// The VM.
         vm: VmId,
         /// The process that told us.
         pid: u32,
-        /// Where it is mapped.
+        /// Where that maps it.
         hva: Hva,
-        /// Its number, if the keeper knows it. [`Order::AddView`] may come without it.
+        /// The region, if the keeper knows it. [`Order::AddView`] may come without it.
         region: Option<u32>,
     },
     /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are: a VMM that is about to pin its
-    /// memory must not find pages that are far, or on their way.
-    Pin {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-        /// Why.
-        reason: String,
-    },
+    /// memory must find no page far or in transit.
+    Pin { seq: u64, vm: VmId, reason: String },
     /// From now on memory of the VM may be pinned for a while. Answered by [`Report::Done`].
-    MayPin {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-    },
-    /// Answered by [`Report::Done`] when this process can touch these regions: its faults there are served, or if they
-    /// cannot be, every page of the VM is back and stays.
-    Reach {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-        /// The process.
-        pid: u32,
-        /// Numbers of the regions.
-        regions: Vec<u32>,
-    },
+    MayPin { seq: u64, vm: VmId },
+    /// Answered by [`Report::Done`] when this process can touch these regions: its faults there are served, or, if that
+    /// is impossible, each page of the VM is resident and stays.
+    Reach { seq: u64, vm: VmId, pid: u32, regions: Vec<u32> },
     /// A process of the VM is gone.
-    RemoveView {
-        /// The VM.
-        vm: VmId,
-        /// The process.
-        pid: u32,
-    },
-    /// No process of the VM is left. Its far pages go back into a RAM file that some process may still reach. Answered
-    /// by [`Report::Done`] when that is over and nothing of the VM is open here any more.
-    CloseVm {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-    },
+    RemoveView { vm: VmId, pid: u32 },
+    /// No process of the VM is left. If some process can still reach a RAM file, its far pages are written back to it.
+    /// Answered by [`Report::Done`] when that is done and nothing of the VM is open here.
+    CloseVm { seq: u64, vm: VmId },
     /// Make a file store for a VM that has none. Answered by [`Report::Made`].
-    MakeFileStore {
-        /// Comes back in the answer.
-        seq: u64,
-    },
-    /// All VMs there are have been handed over: answer the API from now on. Answered by [`Report::Serving`].
+    MakeFileStore { seq: u64 },
+    /// All existing VMs were handed over: answer the API from now on. Answered by [`Report::Serving`].
     Serve,
-    /// Are you there? Answered by [`Report::Pong`].
+    /// Answered by [`Report::Pong`].
     Ping,
-    /// Something for the event list.
+    /// An entry for the event list.
     Note {
         /// The VM's name.
         vm: Option<String>,
-        /// A short stable word.
+        /// The event's name.
         kind: String,
         /// One sentence.
         message: String,
     },
-    /// Look whether this engine could serve this VM, and change nothing: another one serves it. Descriptors as for
+    /// Check whether this engine could serve this VM, and change nothing: another one serves it. Descriptors as for
     /// [`Order::OpenVm`]. Answered by [`Report::Done`].
     CheckVm {
-        /// Comes back in the answer.
         seq: u64,
-        /// The VM.
         vm: VmId,
-        /// How many files of which store there are.
+        /// Number of files of each store.
         stores: Vec<StoreFiles>,
-        /// How many RAM files there are.
+        /// Number of RAM files.
         files: u8,
-        /// How many regions the state file had.
+        /// Number of regions in the state file.
         regions: u32,
     },
-    /// Decide nothing more for the host, and answer no more requests: VMs are about to move from this engine or to it.
-    /// Operations under way are finished. Answered by [`Report::Done`], after [`Report::Past`].
-    Rest {
-        /// Comes back in the answer.
-        seq: u64,
-    },
-    /// Decide and answer again, as soon as earlier orders are carried out.
+    /// Decide nothing more for the host, and answer no requests: VMs are about to move from this engine or to it.
+    /// Complete current operations. Answered by [`Report::Done`], after [`Report::Past`].
+    Rest { seq: u64 },
+    /// Decide and answer again, as soon as earlier orders are done.
     Resume,
-    /// Another engine is to serve this VM: finish operations under way, and close it. Answered by [`Report::Done`] when
-    /// this engine cannot change anything of it any more.
-    HandOver {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-    },
-    /// Answered by [`Report::Done`] when earlier orders about this VM are carried out, with the reason if the VM is not
-    /// open and served.
-    Tell {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-    },
+    /// Another engine will serve this VM: complete current operations, and close it. Answered by [`Report::Done`] when
+    /// this engine can no longer change anything of it.
+    HandOver { seq: u64, vm: VmId },
+    /// Answered by [`Report::Done`] when earlier orders about this VM are done, with the reason if the VM is not open
+    /// and served.
+    Tell { seq: u64, vm: VmId },
     /// Another engine serves all VMs: end.
     Leave,
     /// The event list of another engine.
@@ -209,26 +154,18 @@ pub enum Order {
         /// From the report.
         ask: u64,
         /// Why there is none.
-        result: Result<(), String>,
+        result: Result<(), Failure>,
     },
-    /// From now on only serve this VM's faults: another engine is about to serve it as well, and to have it. Answered
-    /// by [`Report::Done`]; with an error if that is impossible, and then it may hold all the same. [`Order::HandOver`]
-    /// follows.
-    ServeFaults {
-        /// Comes back in the answer.
-        seq: u64,
-        /// The VM.
-        vm: VmId,
-    },
+    /// Only serve this VM's faults from now on: another engine is about to serve it, too, and then to take it over.
+    /// Answered by [`Report::Done`]; with an error if that is impossible, although the restriction may then hold as
+    /// well. [`Order::HandOver`] follows.
+    ServeFaults { seq: u64, vm: VmId },
     /// The engine that served this VM beside this one has closed it.
-    Alone {
-        /// The VM.
-        vm: VmId,
-    },
+    Alone { vm: VmId },
 }
 
 impl Order {
-    /// Give an order that a client waits for another number.
+    /// Gives another number to an order for which a client waits.
     pub fn number(&mut self, number: u64) {
         if let Self::RemoveRegion { seq, .. }
         | Self::Pin { seq, .. }
@@ -239,7 +176,7 @@ impl Order {
         }
     }
 
-    /// The VM it is about, if it is about one that the engine may have open.
+    /// The VM of an order about a VM that the engine may have open.
     pub fn vm(&self) -> Option<VmId> {
         match self {
             Self::OpenVm { vm, .. }
@@ -274,38 +211,28 @@ impl Order {
 /// Engine to keeper.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Report {
-    /// The order with this number is carried out, or why it could not be.
-    Done {
-        /// From the order.
-        seq: u64,
-        /// What went wrong.
-        result: Result<(), String>,
-    },
-    /// A file store was made, or why it could not be. Descriptors: the place of its file, and its index.
-    Made {
-        /// From the order.
-        seq: u64,
-        /// What went wrong.
-        result: Result<(), String>,
-    },
-    /// The engine has opened the VMs it was given: it is no longer starting.
+    /// The order with this number is done, or the reason why not.
+    Done { seq: u64, result: Result<(), Failure> },
+    /// A file store was made, or the reason why not. Descriptors: the place of its file, and its index.
+    Made { seq: u64, result: Result<(), Failure> },
+    /// The engine has opened the VMs that it was given.
     Serving,
-    /// Here.
+    /// Answers [`Order::Ping`].
     Pong,
-    /// An operator changed the settings: the next engine is to begin with these.
+    /// An operator changed the settings: the next engine will begin with these.
     Settings(Vec<u8>),
-    /// This engine cannot begin, and why. It ends.
+    /// This engine cannot begin, for this reason, and ends.
     Refused(String),
-    /// A part of the event list, for the engine that follows.
+    /// A part of the event list, for the next engine.
     Past(Vec<u8>),
     /// An operator wants an engine of this program. Answered by [`Order::Asked`].
     Upgrade {
-        /// Comes back in the answer.
+        /// Repeated in the answer.
         ask: u64,
-        /// The program; empty for the one that engines are started from.
+        /// Empty: the program that engines are started from.
         program: String,
     },
-    /// The engine lacked descriptors, memory or a thread to serve all of this VM: the VM is to be opened again.
+    /// The engine lacked descriptors, memory or a thread to serve all of this VM: it must be opened again.
     Lost(VmId),
 }
 
@@ -324,7 +251,7 @@ mod tests {
     use ballast_base::format::{HEADER, encode};
 
     #[test]
-    fn what_is_said_is_what_this_version_says() {
+    fn the_bytes_are_those_of_this_version() {
         let vm = VmId([7; 16]);
         let span = Span { hva: Hva(4096), len: Bytes(8192) };
         let stores = vec![StoreFiles { store: 1, count: 1 }, StoreFiles { store: 2, count: 2 }];

@@ -1,4 +1,4 @@
-//! Where a process is served: which bytes of which files it maps at which addresses, as it has announced.
+//! The places where a process is served: the bytes of files that it maps at which addresses, as announced.
 //!
 //! Before: the engine has its views. After: a line of its memory map is in place, or elsewhere, where its touches raise
 //! no faults that the engine serves.
@@ -15,24 +15,24 @@ pub struct Place {
     pub end: u64,
     /// The file.
     pub file: FileId,
-    /// Offset of the first byte.
+    /// Offset of the first byte in the file.
     pub offset: u64,
 }
 
 impl Place {
-    /// A part of this mapping as a part of the file.
+    /// A part of this mapping as file, first byte, and the byte after the last one.
     fn part(&self, start: u64, end: u64) -> (FileId, u64, u64) {
         let offset = |address: u64| self.offset.saturating_add(address - self.start);
         (self.file, offset(start), offset(end))
     }
 
-    /// Do both map the same byte at each address that they share?
+    /// Whether both map the same byte at each address that they share.
     fn agrees(&self, other: &Self) -> bool {
         self.file == other.file && self.start.wrapping_sub(self.offset) == other.start.wrapping_sub(other.offset)
     }
 }
 
-/// The places of a process, ascending; no two of them overlap.
+/// The places of a process, ascending, without overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places(Vec<Place>);
 
@@ -45,12 +45,12 @@ impl FromIterator<Place> for Places {
 }
 
 impl Places {
-    /// All of them.
+    /// All places, ascending.
     pub fn iter(&self) -> impl Iterator<Item = Place> + use<'_> {
         self.0.iter().copied()
     }
 
-    /// The bytes that this mapping has elsewhere: file, first byte, and the byte after the last one.
+    /// The parts of this mapping that are elsewhere: file, first byte, and the byte after the last one.
     pub fn elsewhere(&self, mapping: &Place) -> Vec<(FileId, u64, u64)> {
         let first = self.0.partition_point(|place| place.end <= mapping.start);
         let (mut rest, mut next) = (Vec::new(), mapping.start);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mapped_at_another_address_or_from_another_offset_is_elsewhere() {
+    fn bytes_mapped_at_another_address_or_from_another_offset_are_elsewhere() {
         let places: Places = [at(30, 40, 2, 0), at(10, 20, 1, 100), at(20, 30, 1, 200)].into_iter().collect();
         let of_one = |from, to| vec![(file(1), from, to)];
         for (mapping, expected) in [

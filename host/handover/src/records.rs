@@ -1,18 +1,18 @@
 //! Region records: a region's description in the state file.
 //!
 //! Before: the keeper admitted a region. After: each engine opens the same extents of the same files for it.
-//! Threads: any; a record is written once, before it is counted, and only its end changes.
-//! Units: words of 64 bits; offsets are bytes from the start of the state file.
+//! Threads: any; a record is written once, before it is counted, and later only its end changes. Units: words of 64
+//! bits; offsets are bytes from the start of the state file.
 //! Promise: a record that does not fit its file is refused, and so is one of extents that no region can have. The list
-//! of extents is there twice: one page of the host's memory that fails costs no region.
+//! of extents is stored twice, so that a memory error in one page costs no region.
 //!
 //! ```text
-//! 0, 1     device and inode of the file   2  where the region begins in it   3  pages   (of the first extent: 0 to 2)
-//! 4        where its table begins
-//! 5        its end: 0 lives, 1 unplugged, 2 given up
-//! 6        where the list of extents begins, a multiple of 4096, plus how many there are; 0: there is one
-//! 7        its guest-physical address plus 1; 0: unknown
-//! a list: per extent device, inode, offset, pages; padded to 4096, then the same again
+//! 0, 1  device and inode of the file   2  offset of the region in it   3  pages   (0 to 2: of the first extent)
+//! 4     offset of its table
+//! 5     its end: 0 lives, 1 unplugged, 2 given up
+//! 6     offset of the list of extents, a multiple of 4096, plus their number; 0: there is one extent
+//! 7     its guest-physical address plus 1; 0: unknown
+//! list: per extent device, inode, offset, pages; padded to 4096, then all of it again
 //! ```
 
 use std::io;
@@ -20,14 +20,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::extent::MAX_EXTENTS;
-use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE, PageCount};
+use ballast_base::{Bytes, Extent, Extents, Invalid, PAGE_SIZE, PageCount};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::table::{flags_len, table_len};
 
-/// Words of a record.
 pub(crate) const WORDS: usize = 8;
-/// The word that says how a region ended; zero while it lives.
+/// The word with the end of a region; 0 while it lives.
 pub(crate) const END: usize = 5;
 pub(crate) const UNPLUGGED: u64 = 1;
 pub(crate) const GIVEN_UP: u64 = 2;
@@ -35,24 +34,24 @@ pub(crate) const GIVEN_UP: u64 = 2;
 const LISTED: usize = 4;
 const _: () = assert!(MAX_EXTENTS < PAGE_SIZE, "the count fits beside the offset");
 
-/// The description of a region across engines.
+/// A region, as every engine sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionRecord {
     /// The RAM files, each once.
     pub files: Vec<FileId>,
-    /// The parts of them that it consists of.
+    /// The parts of the files of which it consists.
     pub extents: Extents,
     /// Guest-physical address of its first byte, if known.
     pub guest_address: Option<u64>,
-    /// The region was unplugged; its number is never used again.
+    /// The region was unplugged; its number is not used again.
     pub removed: bool,
-    /// It counts as unplugged because its process did not attach again: far pages of it were dropped.
+    /// It counts as unplugged, because its process did not attach again; its far pages were dropped.
     pub given_up: bool,
     pub(crate) table_offset: u64,
 }
 
 impl RegionRecord {
-    /// Length.
+    /// Length of the region.
     pub fn pages(&self) -> PageCount {
         self.extents.pages()
     }
@@ -62,25 +61,24 @@ impl RegionRecord {
         self.table_offset + flags_len(self.pages())
     }
 
-    /// Where they end.
+    /// End of its words.
     pub(crate) fn table_end(&self) -> u64 {
         self.table_offset + table_len(self.pages())
     }
 
-    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    /// Its extents: file, first byte, and the byte after the last one.
     pub fn places(&self) -> impl Iterator<Item = (FileId, u64, u64)> + use<'_> {
         let place = |extent: &Extent| (self.files[usize::from(extent.file)], extent.offset.0, extent.end());
         self.extents.list().iter().map(place)
     }
 
-    /// The same, with the end that these words give.
+    /// The record with the end in these words.
     pub(crate) fn at_end(&self, words: &[AtomicU64]) -> Self {
         let end = words[END].load(Ordering::Acquire);
         Self { removed: end != 0, given_up: end == GIVEN_UP, ..self.clone() }
     }
 }
 
-/// The words of a record.
 pub(crate) fn words(
     files: &[FileId],
     extents: &Extents,
@@ -96,7 +94,7 @@ pub(crate) fn words(
     [dev, ino, first.offset.0, extents.pages().0, table_offset, 0, lists, guest]
 }
 
-/// The bytes of the lists of extents; none if there is one extent.
+/// The bytes of the lists of extents; none for a single extent.
 pub(crate) fn lists(files: &[FileId], extents: &Extents) -> Vec<u8> {
     let list = extents.list();
     if list.len() == 1 {
@@ -111,7 +109,7 @@ pub(crate) fn lists(files: &[FileId], extents: &Extents) -> Vec<u8> {
     bytes.repeat(2)
 }
 
-/// Put them into the file.
+/// Writes the lists to the file.
 pub(crate) fn write_lists(file: impl AsFd, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         let written = rustix::io::pwrite(&file, bytes, offset)?;
@@ -124,11 +122,11 @@ fn list_len(count: usize) -> usize {
     (count * LISTED * 8).next_multiple_of(PAGE_SIZE)
 }
 
-/// The record in these words of a file of this size.
+/// Decodes the record in these words of a file of this size.
 ///
 /// # Errors
 /// What is wrong with it.
-pub(crate) fn read(words: &[AtomicU64], file: &OwnedFd, size: u64) -> Result<RegionRecord, String> {
+pub(crate) fn read(words: &[AtomicU64], file: &OwnedFd, size: u64) -> Result<RegionRecord, Invalid> {
     let get = |word: usize| words[word].load(Ordering::Acquire);
     let (pages, table_offset) = (get(3), get(4));
     let fits = pages > 0
@@ -136,7 +134,7 @@ pub(crate) fn read(words: &[AtomicU64], file: &OwnedFd, size: u64) -> Result<Reg
         && table_offset.is_multiple_of(PAGE_SIZE as u64)
         && table_offset.checked_add(table_len(PageCount(pages))).is_some_and(|end| end <= size);
     if !fits {
-        return Err(format!("its {pages} pages do not fit the file"));
+        return Err(format!("its {pages} pages do not fit the file").into());
     }
     let (files, extents) = if get(6) == 0 {
         let extents = Extents::one(Bytes(get(2)), PageCount(pages).bytes()).map_err(|error| error.to_string())?;
@@ -150,12 +148,12 @@ pub(crate) fn read(words: &[AtomicU64], file: &OwnedFd, size: u64) -> Result<Reg
     Ok(record.at_end(words))
 }
 
-fn read_extents(place: u64, file: &OwnedFd, size: u64) -> Result<(Vec<FileId>, Extents), String> {
+fn read_extents(place: u64, file: &OwnedFd, size: u64) -> Result<(Vec<FileId>, Extents), Invalid> {
     let page = PAGE_SIZE as u64;
     let (offset, count) = (place - place % page, (place % page) as usize);
     let copy = list_len(count) as u64;
     if count > MAX_EXTENTS || offset.checked_add(2 * copy).is_none_or(|end| end > size) {
-        return Err(format!("its {count} extents do not fit the file"));
+        return Err(format!("its {count} extents do not fit the file").into());
     }
     let mut bytes = vec![0; count * LISTED * 8];
     let mut read = memfd::read_exact_at(file, offset, &mut bytes);
@@ -200,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_and_the_guests_address_are_what_was_written_also_for_who_has_the_file_open_already() {
+    fn extents_and_guest_address_are_read_as_written_even_by_an_earlier_opener() {
         let file = StateFile::create(VmId([7; 16]), "x").expect("create");
         let reader = again(&file);
         let small = Extents::one(Bytes(4096), Bytes(8192)).expect("good");

@@ -1,20 +1,20 @@
-//! The key of a VM's pages on other machines, in its state file. So each engine of the VM gets it with the VM's
+//! The key of a VM's pages on other machines, in its state file: each engine of the VM gets it with the VM's
 //! descriptors, and no other process does.
 //!
-//! Before: an engine made one, for a VM whose pages are to be sealed. After: each engine after it has the same.
+//! Before: an engine made one, for a VM whose pages will be sealed. After: each later engine has it.
 //! Threads: the one that opens the VM. Units: words.
-//! Promise: either a key is there with all of its words, or it is known to be damaged, or there never was one.
+//! Promise: a key is complete, or known to be damaged, or never existed.
 //!
-//! The VM's own VMM, which keeps the file in escrow, could read the key; it has the guest's memory anyway.
+//! The VM's own VMM, which keeps the file in escrow, could read the key, but it has the guest's memory anyway.
 
 use std::sync::atomic::Ordering;
 
 use crate::state_file::{SECRET_WORDS, StateFile};
 
-/// The generation from which it counts (zero: there is no key), the key, a checksum.
+/// The generation from which it is used (0: there is no key), the key, a checksum.
 const WORDS: usize = SECRET_WORDS;
 
-/// The state of a VM's key.
+/// The key of a VM, if any.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
     /// The VM has no key.
@@ -25,7 +25,7 @@ pub enum Secret {
     Kept {
         /// Pages whose handle in their store is larger are sealed.
         since: u64,
-        /// The key.
+        /// Seals the pages on other machines.
         key: [u8; 32],
     },
 }
@@ -41,7 +41,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// Returns a sum that is not zero for zeros, and that any change of one word changes.
+/// A sum that is not 0 for zeros, and that each change of one word changes.
 fn checksum(since: u64, key: &[u64; 4]) -> u64 {
     key.iter()
         .chain([&since])
@@ -49,7 +49,7 @@ fn checksum(since: u64, key: &[u64; 4]) -> u64 {
 }
 
 impl StateFile {
-    /// Returns the VM's key.
+    /// The VM's key.
     pub fn secret(&self) -> Secret {
         let words: [u64; WORDS] = std::array::from_fn(|at| self.secret_words()[at].load(Ordering::Acquire));
         let [since, a, b, c, d, sum] = words;
@@ -65,18 +65,18 @@ impl StateFile {
         Secret::Kept { since, key: bytes }
     }
 
-    /// Writes this key for a VM that has none. `since` is not zero.
+    /// Writes this key for a VM that has none. `since` is not 0.
     pub fn keep_secret(&self, since: u64, key: &[u8; 32]) {
         let words: [u64; 4] = std::array::from_fn(|at| u64::from_le_bytes(key.as_chunks::<8>().0[at]));
         let values = words.into_iter().chain([checksum(since, &words), since]);
-        // The generation comes last: without it the key counts as damaged, and no page is sealed with it yet.
+        // The generation is written last: until then the key counts as damaged, and seals no page.
         for (at, value) in [1, 2, 3, 4, 5, 0].into_iter().zip(values) {
             self.secret_words()[at].store(value, Ordering::Release);
         }
         self.remember();
     }
 
-    /// Removes a key whose engine died while it wrote it, before any page was sealed with it.
+    /// Removes a key whose engine died while it wrote it, before it sealed any page.
     pub fn forget_unused_secret(&self) {
         if self.secret_words()[0].load(Ordering::Acquire) == 0 {
             self.secret_words().iter().for_each(|word| word.store(0, Ordering::Release));
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_key_is_known_to_be_and_one_that_was_not_finished_goes() {
+    fn a_damaged_key_is_recognised_and_an_incomplete_one_is_removed() {
         for word in 0..WORDS {
             let file = StateFile::create(VmId([1; 16]), "vm").expect("create");
             file.keep_secret(7, &[3; 32]);

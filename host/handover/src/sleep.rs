@@ -1,30 +1,31 @@
-//! Sleep: finds threads that sleep uninterruptibly in the kernel, and the function that they sleep in.
+//! Finds threads in uninterruptible sleep, and the kernel function that they sleep in.
 //!
-//! Before: a VM waits for such a thread. After: an operator is told which, and which process of the VM is the cause.
-//! Threads: any; reading this takes no lock of the other process.
-//! Promise: it is a hint for people. Unreadable values are left out.
+//! Before: a VM waits for such a thread. After: an operator learns which thread it is, and which process of the VM
+//! causes it.
+//! Threads: any; a read of these files takes no lock of the other process.
+//! Promise: a hint for people. Unreadable values are left out.
 
 use std::fmt::Write;
 
 use rustix::path::Arg;
 
-/// The event that says that a VM waits for such a thread.
+/// Name of the event that a VM waits for such a thread.
 pub const STUCK: &str = "vm-stuck";
 
-/// A thread that sleeps.
+/// A thread in uninterruptible sleep.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sleeper {
-    /// Its number.
+    /// Its thread id.
     pub thread: u32,
     name: String,
-    /// The kernel's function it sleeps in, if that may be known.
+    /// The kernel function that it sleeps in, if we may know it.
     at: String,
-    /// Its CPU time in nanoseconds; while this does not change, it sleeps.
+    /// Its CPU time; while that does not change, it sleeps.
     pub ran_ns: u64,
 }
 
 impl Sleeper {
-    /// Returns this thread of this process, if it sleeps uninterruptibly.
+    /// This thread of this process, if it is in uninterruptible sleep.
     pub fn find(pid: u32, thread: u32) -> Option<Self> {
         let read = |what: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/{what}")).ok();
         let stat = read("stat")?;
@@ -35,7 +36,7 @@ impl Sleeper {
         Some(Self { thread, name: name.to_owned(), at, ran_ns: ran_ns.unwrap_or_default() })
     }
 
-    /// Does it wait for a userfault? Then it is not the cause.
+    /// Whether it waits for a userfault: then it is not the cause.
     fn is_guest(&self) -> bool {
         self.at.starts_with("handle_userfault")
     }
@@ -46,10 +47,10 @@ impl Sleeper {
     }
 }
 
-/// Returns why a VM waits for these sleeping threads of an engine, as far as another process can tell. `views` are its
-/// processes.
+/// Text of the reason why a VM waits for these threads of an engine, as far as another process can tell. `views` are
+/// the VM's processes.
 pub fn reason(sleepers: &[Sleeper], engine: u32, views: &[u32]) -> String {
-    /// The threads of a VMM with hundreds of them.
+    /// Most threads of a VMM that are named.
     const MOST: usize = 5;
     let mut text = format!("of engine {engine}");
     for sleeper in sleepers.iter().take(MOST) {
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_said_who_sleeps_and_where_as_far_as_that_can_be_read() {
+    fn sleeping_threads_are_named_with_their_function_as_far_as_it_can_be_read() {
         let sleeper = |at: &str| Sleeper { thread: 7, name: "orders".into(), at: at.into(), ran_ns: 1 };
         assert!(sleeper("handle_userfault").is_guest() && !sleeper("__folio_lock").is_guest());
         let text = |at| reason(&[sleeper(at)], 6, &[u32::MAX]);

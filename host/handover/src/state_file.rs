@@ -1,13 +1,13 @@
-//! The state file: everything about one VM that must outlive an engine, in one shared memory file.
+//! The state file: everything of one VM that must outlive an engine, in one shared memory file.
 //!
-//! Before: the keeper creates it at first attach, or a client brings it back after the keeper died. After: each engine
-//! maps it and goes on where the last one was.
-//! Threads: the header is atomics; regions are added by the keeper's order only, one at a time.
-//! Units: offsets are bytes from the start of the file.
-//! Promise: a file of a layout that this program cannot read, of another VM, or with numbers that do not fit is refused
-//! with the reason, unchanged. A page of it whose memory fails becomes what is safe until recovery has looked at it:
-//! flags and words that stand for what was lost ([`Lost`]), counters of zero, a list of threads that says nothing is
-//! known, and the first page what this process remembers of it.
+//! Before: the keeper creates it at the first attach, or a client brings it back after the keeper died. After: each
+//! engine maps it and continues where its predecessor was.
+//! Threads: the header is atomics; only the keeper adds regions, one at a time. Units: offsets are bytes from the start
+//! of the file.
+//! Promise: a file with a layout that this program cannot read, of another VM, or with impossible numbers is refused
+//! with the reason, unchanged. After a memory error, a page of it gets what is safe until recovery has examined it:
+//! flags and words that stand for lost ones ([`Lost`]), counters of zero, a list of threads that says "unknown", and as
+//! its first page the copy in this process.
 //!
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
@@ -16,13 +16,13 @@
 //! 384      the key that pages on other machines are sealed with (`secret`)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
-//! 3072     where the guest sees regions (`guest`)
+//! 3072     guest-physical addresses of regions (`guest`)
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
 //! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page; and
 //! of a region of several extents, their list, twice
 //! ```
 //!
-//! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing.
+//! `ballast_base::format` says which versions read which: zero in a reserved word has no meaning.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,19 +44,17 @@ use crate::threads::{self, ThreadList};
 mod regions;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
-/// The versions of the file's layout and of page-state words.
+/// The versions of the layout of the file and of page-state words.
 pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 2 } else { 1 }, least_reader: 1, oldest: 1 };
-/// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
+/// A build for tests, as successor and predecessor of this one: as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
 const SECRET_OFFSET: usize = 384;
-/// Words of the key of a VM's pages on other machines.
 pub(crate) const SECRET_WORDS: usize = 6;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
 const REGION_RECORD: usize = records::WORDS * 8;
 const GUEST_OFFSET: usize = 3072;
-/// Words that say where the guest sees regions.
 pub(crate) const GUEST_WORDS: usize = 126;
 const COUNTERS_OFFSET: usize = 4096;
 const THREADS_OFFSET: usize = COUNTERS_OFFSET + COUNTERS * 8;
@@ -65,12 +63,11 @@ const _: () = assert!(FIELDS * 8 <= SECRET_OFFSET && SECRET_OFFSET + SECRET_WORD
 const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= GUEST_OFFSET);
 const _: () = assert!(GUEST_OFFSET + GUEST_WORDS * 8 <= COUNTERS_OFFSET);
 
-/// Counters in the file.
+/// Number of counters.
 pub const COUNTERS: usize = 64;
-/// Words for histograms in the file.
+/// Number of words for histograms.
 pub const HISTOGRAM_WORDS: usize = (HEADER_LEN - HISTOGRAMS_OFFSET) / 8;
 
-/// Words of the header.
 #[repr(usize)]
 pub(crate) enum Field {
     Magic = 0,
@@ -87,36 +84,36 @@ pub(crate) enum Field {
     Target = 10,
     Settings = 11,
     Kept = 11 + SETTINGS,
-    /// Which part of the file is being replaced, because its memory failed (`ballast_sys::memory_error`).
+    /// The part of the file that is being replaced after a memory error (`ballast_sys::memory_error`).
     Journal = 12 + SETTINGS,
-    /// The engine that another one is beside ([`crate::beside`]).
+    /// The engine that leaves, while there are two ([`crate::beside`]).
     LeavingPid = 13 + SETTINGS,
     LeavingStart = 14 + SETTINGS,
-    /// The identity of the cluster that has the VM's pages on other machines.
+    /// The identity of the cluster with the VM's pages on other machines.
     Cluster = 15 + SETTINGS,
-    /// Bytes of the guest's RAM that are in no region.
+    /// Bytes of guest RAM outside all regions.
     Unmanaged = 16 + SETTINGS,
-    /// The operator's UUID of the VM; zero if there is none.
+    /// The operator's UUID of the VM; 0 if it has none.
     Uuid0 = 17 + SETTINGS,
     Uuid1 = 18 + SETTINGS,
-    /// The user that attached first, plus one, in the upper half; its process in the lower.
+    /// The uid that attached first, plus one, in the upper half; its pid in the lower.
     Owner = 19 + SETTINGS,
-    /// Where the VM's settings come from, as the daemon encodes it.
+    /// The sources of the VM's settings, as the daemon encodes them.
     Sources = 20 + SETTINGS,
-    /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
+    /// How often a program with the feature `next-layout` has taken the VM over. For other programs, a reserved word.
     Next = 21 + SETTINGS,
 }
 const FIELDS: usize = 22 + SETTINGS;
-/// Number of words for the operator's settings beside the limit. The pager only keeps them.
+/// Words for the operator's settings, besides the limit. The pager only stores them.
 pub const SETTINGS: usize = 5;
 
-/// A state file that cannot be used.
+/// Why a state file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// The kernel refused.
     #[error("Mapping a VM's state file")]
     Io(#[from] io::Error),
-    /// The file is not what it should be: another version wrote it, or somebody damaged it.
+    /// The file is invalid: another version wrote it, or it is damaged.
     #[error("Reading a VM's state file: {0}")]
     Invalid(String),
 }
@@ -128,17 +125,17 @@ pub struct StateFile {
     header: Arc<Surviving>,
     /// The first page, as this process last wrote or checked it.
     remembered: Arc<PageCopy>,
-    /// The engine that opened it, if this is one ([`threads`]).
+    /// The engine that opened it, if this process is one ([`threads`]).
     tag: AtomicU64,
-    /// What was read of the region table: but for its end, a record never changes.
+    /// Records that were read: only the end of a record changes.
     records: Mutex<Vec<RegionRecord>>,
 }
 
 impl StateFile {
-    /// Make the file of a new VM, with no regions and no limit.
+    /// Makes the file of a new VM, without regions and without a limit.
     pub fn create(id: VmId, name: &str) -> Result<Self, StateError> {
         let fd = create("ballast-state", Bytes(HEADER_LEN as u64))?;
-        // Only its owner may write: clients keep a read-only descriptor of it and must not get more by reopening.
+        // Only the owner may write: clients have a read-only descriptor and must not gain more by reopening it.
         rustix::fs::fchmod(&fd, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).map_err(io::Error::from)?;
         let file = Self::map(fd)?;
         let (a, b) = id.0.split_at(8);
@@ -161,11 +158,11 @@ impl StateFile {
         Ok(Self { fd, header, remembered, tag: AtomicU64::new(0), records: Mutex::default() })
     }
 
-    /// Keep what the first page says now, for the case that its memory fails. A program that has the file open does so
-    /// now and then, because other processes write there, too.
+    /// Keeps a copy of the first page, for the case of a memory error. A program that has the file open calls this from
+    /// time to time, because other processes also write there.
     pub fn remember(&self) {
         if self.get(Field::Magic) != MAGIC {
-            // Another process is replacing it at this moment.
+            // Another process is just replacing it.
             return;
         }
         let words = self.header.words(0, PAGE_SIZE / 8);
@@ -175,7 +172,7 @@ impl StateFile {
         }
     }
 
-    /// Map a file made earlier, by this or another process, and check all of it that is ever trusted.
+    /// Maps an existing file, and checks all of it that is ever trusted.
     pub fn open(fd: OwnedFd) -> Result<Self, StateError> {
         let invalid = |what: String| Err(StateError::Invalid(what));
         let size = memfd::size(&fd)?.0;
@@ -193,7 +190,7 @@ impl StateFile {
         if let Err(unreadable) = FORMAT.check(file.stamp()) {
             return invalid(unreadable.to_string());
         }
-        // In the opposite order to that in which a keeper adds a region: it may do so now.
+        // In the opposite order of a keeper that adds a region, which may happen now.
         let (count, end) = (file.get(Field::RegionCount), file.get(Field::End));
         let size = memfd::size(&file.fd)?.0;
         if count > MAX_REGIONS as u64 || end > size {
@@ -208,7 +205,7 @@ impl StateFile {
         Ok(file)
     }
 
-    /// The same open file once more, without another descriptor.
+    /// Another handle of this open file, with the same descriptor.
     #[must_use]
     pub fn share(&self) -> Self {
         let Self { fd, header, remembered, .. } = self;
@@ -229,17 +226,16 @@ impl StateFile {
         self.words()[field as usize].store(value, Ordering::Release);
     }
 
-    /// What it states of its layout.
     pub(crate) fn stamp(&self) -> Stamp {
         Stamp::from_word(self.get(Field::Layout))
     }
 
-    /// The descriptor.
+    /// The descriptor of the file.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Whose file it is.
+    /// The VM of the file.
     pub fn id(&self) -> VmId {
         let mut id = [0; 16];
         id[..8].copy_from_slice(&self.get(Field::Id0).to_le_bytes());
@@ -247,19 +243,19 @@ impl StateFile {
         VmId(id)
     }
 
-    /// The VM's name.
+    /// The VM's name, at most [`MAX_NAME`] bytes.
     pub fn name(&self) -> String {
         let mut name = [0; MAX_NAME];
         self.header.copy_out(NAME_OFFSET, &mut name);
         String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned()
     }
 
-    /// How much of the guest's RAM is in no region.
+    /// Bytes of guest RAM outside all regions.
     pub fn unmanaged(&self) -> Bytes {
         Bytes(self.get(Field::Unmanaged))
     }
 
-    /// Record how much of the guest's RAM is in no region. It is not part of the VM's size.
+    /// Sets the guest RAM outside all regions, which is not part of the VM's size.
     pub fn set_unmanaged(&self, len: Bytes) {
         self.set(Field::Unmanaged, len.0);
         self.remember();
@@ -270,12 +266,12 @@ impl StateFile {
         Some((self.get(Field::EnginePid) as u32, self.get(Field::EngineStart))).filter(|engine| engine.0 != 0)
     }
 
-    /// How many engines have served the VM.
+    /// The number of engines that have served the VM.
     pub fn epoch(&self) -> u64 {
         self.get(Field::Epoch)
     }
 
-    /// Change the name, before an engine opens the file. Longer ones are cut to [`MAX_NAME`] bytes.
+    /// Changes the name, before an engine opens the file; cut to [`MAX_NAME`] bytes.
     pub fn rename(&self, name: &str) {
         let mut padded = [0; MAX_NAME];
         let len = name.len().min(MAX_NAME);
@@ -284,12 +280,12 @@ impl StateFile {
         self.remember();
     }
 
-    /// Record which engine may open the VM from now on. The keeper does so *before* it gives the engine the order: a
-    /// later keeper ends every engine named here, even one that has not opened it yet.
+    /// Records the engine that may open the VM from now on. The keeper calls this *before* it gives the order: a later
+    /// keeper ends each engine named here, even one that has not opened the VM yet.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         match self.is_one_of_two(pid, start_time) {
-            // Threads of both may be in it, and no other engine's.
+            // It may have threads of both, and of no other engine.
             true => self.thread_list().own(pid, start_time),
             false => self.thread_list().begin(pid, start_time),
         }
@@ -300,18 +296,18 @@ impl StateFile {
         self.remember();
     }
 
-    /// Record that this engine serves the VM from now on; returns its epoch. `lost` replaces the pages that a dead
-    /// engine had begun to replace.
+    /// Records that this engine serves the VM from now on; returns its epoch. `lost` is for pages that a dead engine
+    /// had begun to replace.
     ///
     /// # Errors
-    /// An engine died while it replaced a lost part of the file, and that cannot be done now.
+    /// An engine died while it replaced a lost part of the file, and that cannot be completed now.
     pub fn take_over(&self, pid: u32, start_time: u64, lost: Lost) -> io::Result<u64> {
         self.finish_journal(lost)?;
         self.name_engine(pid, start_time);
         Ok(self.begin_epoch(pid, start_time))
     }
 
-    /// This engine opens the file. Returns the epoch.
+    /// Begins this engine's epoch, and returns it.
     pub(crate) fn begin_epoch(&self, pid: u32, start_time: u64) -> u64 {
         self.open_as(pid, start_time);
         let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
@@ -322,15 +318,15 @@ impl StateFile {
         epoch
     }
 
-    /// Write the values that a dead engine had begun to write in the place of lost pages: else there may be words of
-    /// zeros, which say Resident.
+    /// Completes the replacement of lost pages that a dead engine had begun; otherwise words of zeros could remain,
+    /// which mean Resident.
     fn finish_journal(&self, lost: Lost) -> io::Result<()> {
         let Some((offset, len)) = memory_error::in_journal(self.get(Field::Journal)) else { return Ok(()) };
         let pages = (offset..offset.saturating_add(len)).step_by(PAGE_SIZE);
         for record in self.regions() {
             let table = record.table_offset..record.table_end();
             for page in pages.clone().filter(|page| table.contains(page)) {
-                // The engine may have died before it did. To what has failed nothing can be written.
+                // The engine may have died before this. To bad memory nothing can be written.
                 memfd::punch(&*self.fd, page, PAGE_SIZE as u64)?;
                 let value = if page < record.words_at() { lost.flags } else { lost.word };
                 let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), PAGE_SIZE / 8).flatten().collect();
@@ -341,12 +337,12 @@ impl StateFile {
         Ok(())
     }
 
-    /// The identity of the cluster that has the VM's pages on other machines; zero if none is kept.
+    /// The identity of the cluster with the VM's pages on other machines; 0 if there is none.
     pub fn cluster(&self) -> u64 {
         self.get(Field::Cluster)
     }
 
-    /// Keep this one, unless one is kept: another engine may do so at the same time.
+    /// Sets the identity of the cluster, unless there is one: another engine may do so at the same time.
     pub fn keep_cluster(&self, identity: u64) {
         let word = &self.words()[Field::Cluster as usize];
         if word.compare_exchange(0, identity, Ordering::AcqRel, Ordering::Acquire).is_ok() {
@@ -354,18 +350,18 @@ impl StateFile {
         }
     }
 
-    /// Keep none: no cluster has a page of the VM.
+    /// Removes the identity: no cluster has a page of the VM.
     pub fn forget_cluster(&self) {
         self.set(Field::Cluster, 0);
         self.remember();
     }
 
-    /// Pages of its header that memory errors have cost since this process opened it.
+    /// Pages of the header that were lost to memory errors since this process opened it.
     pub fn lost(&self) -> u64 {
         self.header.lost()
     }
 
-    /// Losses that nobody was told of.
+    /// Losses that were not reported yet.
     pub fn losses(&self) -> Losses {
         self.header.losses()
     }
@@ -383,12 +379,12 @@ impl StateFile {
         ThreadList(self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8))
     }
 
-    /// Say which engine this is, for that list.
+    /// Sets the engine whose threads this process lists.
     pub fn open_as(&self, pid: u32, start_time: u64) {
         self.tag.store(threads::tag(pid, start_time), Ordering::Release);
     }
 
-    /// Which engine this is; zero if it was not said.
+    /// The engine's tag; 0 if it was not set.
     pub(crate) fn own_tag(&self) -> u64 {
         self.tag.load(Ordering::Acquire)
     }

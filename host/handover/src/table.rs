@@ -1,13 +1,13 @@
 //! The layout of a region's table in the state file: registration flags, then page-state words.
 //!
 //! Before: the keeper adds a region, or a file is opened whose regions must fit it. After: the engine maps the table
-//! (`ballast_pager::vm::region_table`).
-//! Units: lengths are bytes. Promise: a change here raises the version of the state file.
+//! (`ballast_pager::vm::region_table`). Units: lengths are bytes.
+//! Promise: a change here raises the version of the state file.
 
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::{PAGE_SIZE, PageCount};
 
-/// The replacement of eight flags, or of a word, whose memory failed. The engine sets it, because only it knows their
+/// The replacement of eight flags, or of a word, after a memory error. The engine sets it, because only it knows their
 /// meaning.
 #[derive(Clone, Copy, Debug)]
 pub struct Lost {
@@ -17,12 +17,12 @@ pub struct Lost {
     pub word: u64,
 }
 
-/// How many chunks, each with one flag, a region has.
+/// Number of chunks of a region, each with one flag.
 pub const fn chunks(pages: PageCount) -> u64 {
     pages.0.div_ceil(PAGES_PER_CHUNK)
 }
 
-/// Bytes of the flags, in whole pages. The words begin there.
+/// Bytes of the flags, in whole pages. The words follow.
 pub const fn flags_len(pages: PageCount) -> u64 {
     chunks(pages).next_multiple_of(PAGE_SIZE as u64)
 }

@@ -1,21 +1,22 @@
-//! Threads: the threads of an engine that work for a VM, in the VM's state file, where a keeper can read them.
+//! The threads of an engine that work for a VM, listed in the VM's state file, where a keeper can read them.
 //!
-//! Before: a thread of an engine is about to work for a VM. After: it is in the list for as long as it does. A killed
-//! engine runs no more code, but a system call goes on until it is over, which may be never: for example one that wants
-//! the `mmap_lock` of a VMM that holds it, or the disk of a file store. So another engine may have the VM when no
-//! thread of the list is left, and need not wait for threads that work for other VMs.
-//! Threads: any. Promise: the list that a keeper reads after it killed the engine has every thread that may still
-//! change anything of the VM: its memory, its words or its stores.
+//! Before: a thread of an engine is about to work for a VM. After: it is in the list while it does. A killed engine
+//! runs no more code, but a system call continues until it is done, which may be never: for example one that waits for
+//! the `mmap_lock` of a VMM, or for the disk of a file store. So another engine may have the VM when no thread of the
+//! list is left, and need not wait for threads that work for other VMs.
+//! Threads: any.
+//! Promise: the list that a keeper reads after it killed the engine has each thread that may still change the VM: its
+//! memory, its words or its stores.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Words of the list: its engine, the engine that a keeper has killed, whether there was no room for a thread; then
-/// thread ids, zero for none.
+/// thread ids, 0 for none.
 const OF: usize = 0;
 const FENCED: usize = 1;
 const OVERFLOWN: usize = 2;
 const FIRST: usize = 3;
-/// Beside a thread id: see [`StateFile::beside`].
+/// Bit beside a thread id: see [`StateFile::beside`].
 const BESIDE: u64 = 1 << 32;
 
 /// A thread in the list, until this is dropped.
@@ -28,13 +29,13 @@ pub struct Listed<'a> {
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        // The entry may have been removed already, and the slot be another thread's.
+        // The entry may have been removed, and the slot be another thread's.
         let own = |entry| (entry as u32 == self.thread).then_some(0);
         let _ = self.slot.map(|slot| slot.fetch_update(Ordering::AcqRel, Ordering::Relaxed, own));
     }
 }
 
-/// A keeper has killed this engine.
+/// The error that a keeper has killed this engine.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fenced;
 
@@ -45,7 +46,7 @@ fn park() -> ! {
     }
 }
 
-/// Each fault asks for it, so it is not asked of the kernel each time.
+/// Cached, because each fault needs it.
 fn this_thread() -> u32 {
     thread_local! {
         static NUMBER: u32 = rustix::thread::gettid().as_raw_nonzero().get() as u32;
@@ -63,12 +64,12 @@ pub(crate) fn tag(pid: u32, start_time: u64) -> u64 {
 pub(crate) struct ThreadList<'a>(pub &'a [AtomicU64]);
 
 impl<'a> ThreadList<'a> {
-    /// Add the calling thread. If a keeper has killed the engine, this does not return.
+    /// Adds the calling thread. Does not return if a keeper has killed the engine.
     pub fn add_this(self, own_tag: u64) -> Listed<'a> {
         self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| park())
     }
 
-    /// Remove the calling thread, whose guard is lost.
+    /// Removes the calling thread without its guard.
     pub fn remove_this(self) {
         let me = u64::from(this_thread());
         for slot in &self.0[FIRST..] {
@@ -76,7 +77,7 @@ impl<'a> ThreadList<'a> {
         }
     }
 
-    /// Add a thread of the engine with this tag.
+    /// Adds a thread of the engine with this tag.
     pub fn add(self, thread: u32, own_tag: u64) -> Result<Listed<'a>, Fenced> {
         let words = self.0;
         let claim = |slot: &&AtomicU64| {
@@ -86,13 +87,13 @@ impl<'a> ThreadList<'a> {
         if slot.is_none() {
             words[OVERFLOWN].store(1, Ordering::SeqCst);
         }
-        // The keeper writes there, then reads the list; we do both in the opposite order. One of the two sees the
-        // other.
+        // The keeper writes FENCED and then reads the list; this thread does both in the opposite order. So one of them
+        // sees the other's write.
         fence(Ordering::SeqCst);
         if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed { slot, thread }) }
     }
 
-    /// Has a keeper killed the engine with this tag?
+    /// Whether a keeper has killed the engine with this tag.
     fn is_fenced(self, own_tag: u64) -> bool {
         let fenced = self.0[FENCED].load(Ordering::SeqCst);
         fenced != 0 && fenced == own_tag
@@ -116,15 +117,15 @@ impl<'a> ThreadList<'a> {
         done
     }
 
-    /// Is every entry of this thread marked so?
+    /// Whether each entry of this thread has the mark.
     pub fn is_beside(self, thread: u32) -> bool {
         let slots = self.0[FIRST..].iter().map(|slot| slot.load(Ordering::SeqCst));
         let mut its = slots.filter(|slot| *slot as u32 == thread).peekable();
         its.peek().is_some() && its.all(|slot| slot & BESIDE != 0)
     }
 
-    /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
-    /// must have been killed: it can begin nothing for this VM any more.
+    /// The threads of this engine that may work for the VM, including ended ones; `None` if unknown. The engine must
+    /// have been killed.
     pub fn fence(self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
         let words = self.0;
         words[FENCED].store(tag(pid, start_time), Ordering::SeqCst);
@@ -137,7 +138,6 @@ impl<'a> ThreadList<'a> {
         Some(slots.filter(|thread| *thread != 0).collect())
     }
 
-    /// The threads in it.
     pub fn threads(self) -> Vec<u32> {
         let slots = self.0[FIRST..].iter().map(|slot| slot.load(Ordering::Acquire) as u32);
         slots.filter(|thread| *thread != 0).collect()
@@ -148,12 +148,12 @@ impl<'a> ThreadList<'a> {
         self.0[OF].store(0, Ordering::SeqCst);
     }
 
-    /// One of the two is gone, and so are its threads: the list is this engine's.
+    /// One of the two is gone with its threads: the list belongs to this engine.
     pub fn own(self, pid: u32, start_time: u64) {
         self.0[OF].store(tag(pid, start_time), Ordering::SeqCst);
     }
 
-    /// From now on the list is this engine's. Its predecessor's last thread is gone, so the list is empty.
+    /// From now on the list belongs to this engine. Its predecessor's last thread is gone, so the list is empty.
     pub fn begin(self, pid: u32, start_time: u64) {
         let words = self.0;
         if words[OF].load(Ordering::Acquire) == tag(pid, start_time) {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_is_in_the_list_as_long_as_it_works_for_the_vm() {
+    fn a_thread_is_in_the_list_while_it_works_for_the_vm() {
         let state = state();
         let me = this_thread();
         let listed = state.list_thread();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_waits_for_the_disk_of_the_file_store_says_so_while_it_does() {
+    fn a_thread_is_marked_while_it_waits_for_the_disk_of_the_file_store() {
         let state = state();
         let me = this_thread();
         assert!(!state.is_beside(me));
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_was_removed_already_removes_no_other_one_when_it_ends() {
+    fn the_guard_of_a_removed_thread_removes_no_other_thread() {
         let state = state();
         let me = this_thread();
         let listed = state.list_thread();
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_taken_for_nothing() {
+    fn an_unknown_list_is_not_taken_for_an_empty_one() {
         let state = state();
         assert_eq!(state.fence_threads(10, 98), None, "another engine with this number");
         assert_eq!(state.fence_threads(11, 99), None, "another engine with this start time");
@@ -244,11 +244,11 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_comes_after_its_engine_was_killed_does_nothing_for_the_vm() {
+    fn a_thread_listed_after_its_engine_was_killed_does_nothing_for_the_vm() {
         let state = state();
         assert_eq!(state.fence_threads(10, 99), Some(vec![]));
         state.list(7).expect_err("fenced");
-        // It may come so late that another engine has the VM.
+        // This may be so late that another engine has the VM.
         state.name_engine(12, 100);
         state.list(7).expect_err("still that engine's thread");
         state.take_over(12, 100, LOST).expect("no journal");

@@ -1,11 +1,13 @@
-//! The state of an upgrade, as keeper and engines tell it to each other and to operators.
+//! The state of an upgrade, as keeper and engines report it to each other and to operators.
 //!
 //! Before: the keeper begins an upgrade, or a stage of it ends. After: each engine has this, and shows it.
 //! Threads: any; a plain value. Units: microseconds, in the field names.
-//! Promise: it is part of messages and of the keeper's record: a changed field raises the version of both (`orders`,
+//! Promise: it is part of messages and of the keeper's record, so a changed field raises the version of both (`orders`,
 //! `kept`).
 
 use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
 
 /// The state of an upgrade.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -16,35 +18,35 @@ pub struct Upgrading {
     pub program: String,
     /// See [`Stage`].
     pub stage: Stage,
-    /// VMs that there were when it began.
+    /// VMs at its begin.
     pub vms: u32,
-    /// VMs that the successor has looked through.
+    /// VMs that the successor has checked.
     pub checked: u32,
     /// VMs that the successor serves.
     pub moved: u32,
-    /// How long it has taken.
+    /// Its duration so far.
     pub took_us: u64,
     /// The longest time for which no engine served a VM.
     pub longest_gap_us: u64,
     /// Why it failed, or another note.
     pub message: String,
     /// Whether the keeper was replaced, too, or why not; nothing before that is known.
-    pub keeper: Option<Result<(), String>>,
+    pub keeper: Option<Result<(), Failure>>,
     /// The longest time for which two engines had a VM.
     pub longest_switch_us: u64,
 }
 
-/// Where an upgrade is.
+/// The stage of an upgrade.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
     /// There was none.
     #[default]
     None,
-    /// The successor looks at every VM, and changes nothing.
+    /// The successor checks each VM, and changes nothing.
     Checking,
     /// VMs go to the successor, one after the other.
     Switching,
-    /// The last engine is to have all VMs again.
+    /// VMs return to the last engine.
     Returning,
     /// The successor serves; its predecessor is gone.
     Done,

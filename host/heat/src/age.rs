@@ -1,8 +1,8 @@
-//! The age byte of a page's word: what quarantine learned about the page.
+//! The age byte of a page's word: recent quarantine hits of the page.
 //!
 //! Before: a page was touched in quarantine (a *quarantine hit*). After: [`crate::HeatSource`] skips it for some
-//! rounds. The first hit makes it skip 1 round, the next 3, 7, then 15. So the hot set of a VM under pressure has fewer
-//! and fewer minor faults, and a page that cools down is still found.
+//! rounds: for 1 round after the first hit, then 3, 7, and 15. So the hot set of a VM under pressure has fewer and
+//! fewer minor faults, and a page that cools down is still found.
 //!
 //! Units: rounds in which the page was a candidate, not seconds. Promise: pure.
 
@@ -19,12 +19,12 @@ impl Age {
     /// Hits beyond this number earn no more credit: 2^4 - 1 = 15 rounds fill the four bits of the credit.
     pub const MAX_LEVEL: u8 = 4;
 
-    /// Unpack.
+    /// Unpacks a byte.
     pub const fn from_byte(byte: u8) -> Self {
         Self { credit: byte & 0xF, level: byte >> 4 }
     }
 
-    /// Pack.
+    /// Packs the byte.
     pub const fn byte(self) -> u8 {
         self.level << 4 | self.credit
     }

@@ -1,74 +1,66 @@
-//! Ages: what the API and the CLI show of a VM's heat.
+//! Ages: a VM's heat for the API and the CLI.
 //!
 //! Before: the tracker absorbed cycles. After: the API and `ballast vm heat` show this.
 //! Units: bytes of memory that is present (far memory does not count); ages since the last touch seen.
-//! Promise: the buckets add up to `present_bytes`, and so do the generations.
+//! Promise: the buckets add up to `present_bytes`.
 
 use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageCount};
 
-use crate::entry::RECENT;
-use crate::generations::GENERATIONS;
-use crate::inside::Inside;
 use crate::moment::Moment;
 use crate::source::UnitId;
 use crate::tracker::Tracker;
 
-/// Upper ends of the age buckets, in seconds. One more bucket has what is older than the last.
+/// Upper ends of the age buckets, in seconds. One more bucket has older memory.
 pub const BUCKETS_S: [u64; 11] = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
-/// The percentiles shown: this share of present memory was touched within an age.
-pub const PERCENTS: [u64; 5] = [50, 75, 90, 95, 99];
 
 /// One cell of the strip.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cell {
-    /// Share of it that is in memory.
+    /// Share of it in memory.
     pub present: f64,
-    /// Share of it that was touched in the recent cycles, as far as is known.
+    /// Share of it touched in the recent cycles, as far as is known.
     pub hot: f64,
-    /// Since the youngest touch in it; `None` if nothing of it is in memory.
+    /// Time since the youngest touch in it; `None` if none of it is in memory.
     pub age: Option<Duration>,
 }
 
 /// Heat at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Heat {
-    /// Coarse cycles so far; with 0 the other figures mean nothing.
+    /// Coarse cycles so far; with 0 the other fields mean nothing.
     pub cycles: u64,
     /// Fine cycles so far.
     pub fine_cycles: u64,
     /// Memory that is tracked.
     pub present_bytes: u64,
-    /// Touched in the recent cycles. A touched unit without a fine scan counts at the average share of those with one.
+    /// Memory touched in the recent cycles. A touched unit without a fine scan counts with the average share of those
+    /// with one.
     pub wss_bytes: u64,
-    /// The same if every touched unit counts as a whole: what tracking huge pages alone would show.
+    /// Memory touched if each touched unit counted as a whole: the result of tracking huge pages alone.
     pub wss_huge_bytes: u64,
-    /// The time of the recent cycles.
+    /// Length of the recent cycles.
     pub wss_span: Duration,
-    /// The part of the touched units that had a fine scan, so that their share is measured.
+    /// Share of the touched units with a fine scan, which measured their own share.
     pub known_share: f64,
-    /// By age: one for each of [`BUCKETS_S`], and one for older.
+    /// Bytes by age: one for each of [`BUCKETS_S`], and one for older memory.
     pub ages: [u64; BUCKETS_S.len() + 1],
-    /// For each of [`PERCENTS`]: that share was touched within this time.
-    pub percentiles: [Duration; PERCENTS.len()],
-    /// Youngest first.
-    pub generations: [u64; GENERATIONS],
-    /// Hot units of which hardly any page is hot.
+    /// Hot units with hardly any hot page.
     pub bloated_units: u64,
     /// Their cold pages.
     pub bloat_bytes: u64,
-    /// From one coarse cycle to the next.
+    /// Time from one coarse cycle to the next.
     pub period: Duration,
-    /// Share of one CPU that tracking takes.
+    /// Share of one CPU that tracking uses.
     pub cpu_share: f64,
-    /// Share of the time that guest threads wait for it.
+    /// Share of the time for which guest threads wait for tracking.
     pub guest_share: f64,
-    /// The guest's address space in equal pieces, region after region.
+    /// The guest's address space in equal parts, region after region.
     pub strip: Vec<Cell>,
 }
 
-/// Compute it. `cells` is the number of cells of the strip.
+/// Computes the heat. `cells` is the number of cells of the strip.
 pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
     let at = Moment::at(now);
     let units = tracker.units();
@@ -85,25 +77,12 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
         ..Heat::default()
     };
     for unit in units.present() {
-        let present = units.present_pages(unit);
+        let (present, of) = (units.present_pages(unit), units.pages_of(unit));
         let age = at.since(units.seen(unit).unwrap_or(at));
-        match units.blocks(unit) {
-            // Which of its pages are present is not known: each generation gets its share.
-            Some(blocks) => {
-                let mut pages = 0;
-                for (generation, bytes) in heat.generations.iter_mut().enumerate() {
-                    let before = present * pages / PAGES_PER_UNIT;
-                    pages += blocks.pages(generation).count();
-                    *bytes += PageCount(present * pages / PAGES_PER_UNIT - before).bytes().0;
-                }
-            }
-            None => heat.generations[tracker.generation(unit).unwrap_or(0)] += PageCount(present).bytes().0,
-        }
-        let touched = units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
-        let inside = units.inside(unit);
-        let hot = match inside {
+        let (touched, scanned) = (tracker.is_recent(unit), units.scanned(unit));
+        let hot = match scanned {
             _ if !touched => Some(0),
-            Some(inside) => Some(tracker.touched_pages(unit, inside).min(present)),
+            Some(scanned) => Some(scanned.hot().count().min(present)),
             None => None,
         };
         if touched {
@@ -111,18 +90,16 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
             sum.known_hot += hot.unwrap_or(0);
             sum.known += if hot.is_some() { present } else { 0 };
         }
-        if let Some(candidates) = tracker.candidates(unit).filter(|_| touched) {
+        if let Some(bloat) = scanned.filter(|_| touched).and_then(|scanned| scanned.bloat(of)) {
             heat.bloated_units += 1;
-            heat.bloat_bytes += PageCount(candidates.count().min(present)).bytes().0;
+            heat.bloat_bytes += PageCount(bloat.count().min(present)).bytes().0;
         }
-        match inside {
-            Some(Inside::Scanned(scanned)) if units.pages_of(unit) > 0 => {
-                // So does each age.
-                let of = units.pages_of(unit);
+        match scanned {
+            Some(scanned) if of > 0 => {
+                // It is not known which of its pages are present: each age gets its share.
                 for page in 0..of {
                     let weight = present * (page + 1) / of - present * page / of;
-                    let recent = scanned.entry(page).age() == 0;
-                    let age = if recent { age } else { at.since(scanned.seen(page)).max(age) };
+                    let age = if scanned.is_touched(page) { age } else { at.since(scanned.seen(page)).max(age) };
                     match sum.ages.last_mut() {
                         Some((last, pages)) if *last == age => *pages += weight,
                         _ => sum.ages.push((age, weight)),
@@ -147,25 +124,17 @@ struct Sum {
 }
 
 impl Sum {
-    fn finish(mut self, heat: &mut Heat) {
+    fn finish(self, heat: &mut Heat) {
         let density = if self.known == 0 { 1.0 } else { self.known_hot as f64 / self.known as f64 };
         let unknown = (self.touched - self.known) as f64 * density;
         let bytes = |pages: u64| PageCount(pages).bytes().0;
         heat.wss_bytes = bytes(self.known_hot + unknown.round() as u64);
         heat.wss_huge_bytes = bytes(self.touched);
         heat.known_share = if self.touched == 0 { 1.0 } else { self.known as f64 / self.touched as f64 };
-        self.ages.sort_unstable();
-        let total: u64 = self.ages.iter().map(|(_, pages)| pages).sum();
-        heat.present_bytes = bytes(total);
-        let mut so_far = 0;
-        let mut percents = PERCENTS.iter().enumerate().peekable();
         for (age, pages) in &self.ages {
             let bucket = BUCKETS_S.iter().position(|end| *age <= Duration::from_secs(*end)).unwrap_or(BUCKETS_S.len());
             heat.ages[bucket] += bytes(*pages);
-            so_far += pages;
-            while let Some((index, _)) = percents.next_if(|(_, percent)| so_far * 100 >= total * **percent) {
-                heat.percentiles[index] = *age;
-            }
+            heat.present_bytes += bytes(*pages);
         }
         heat.strip = self.strip.finish(density);
     }
@@ -174,7 +143,7 @@ impl Sum {
 /// The strip while it is summed up, in pages.
 #[derive(Default)]
 struct Strip {
-    /// Where each region begins, in pages, and the end of the last.
+    /// First page of each region, and the end of the last one.
     starts: Vec<u64>,
     cells: Vec<StripCell>,
 }
@@ -200,7 +169,7 @@ impl Strip {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Spread a unit over the cells it is in.
+    /// Adds a unit to the cells that it is in.
     fn add(&mut self, unit: UnitId, present: u64, hot: Option<u64>, touched: bool, age: Duration) {
         let (count, total) = (self.cells.len() as u64, self.total());
         if count == 0 || total == 0 {
@@ -225,7 +194,7 @@ impl Strip {
 
     fn finish(self, density: f64) -> Vec<Cell> {
         let pages = self.total() as f64 / self.cells.len().max(1) as f64;
-        // With no region there is no memory.
+        // Without a region there is no memory.
         let share = |value: f64| if pages > 0.0 { (value / pages).clamp(0.0, 1.0) } else { 0.0 };
         let cell = |cell: StripCell| Cell {
             present: share(cell.present),
@@ -250,16 +219,15 @@ mod tests {
     }
 
     fn tracker(units: u32) -> Tracker {
-        let mut tracker = Tracker::new(Settings::default(), 1);
+        let mut tracker = Tracker::new(Settings::default());
         tracker.units.layout([u64::from(units) * PAGES_PER_UNIT].into_iter());
-        (0..units).for_each(|index| tracker.units.set_present(unit(index), 512, Moment(0), 0));
+        (0..units).for_each(|index| tracker.units.set_present(unit(index), 512, Moment(0)));
         tracker
     }
 
     fn coarse(tracker: &mut Tracker, at_s: u64, touched: impl Fn(u32) -> bool) {
         let units: Vec<_> =
             tracker.units().present().map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit) })).collect();
-        tracker.begun = Duration::from_secs(at_s - 1);
         tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &CycleReport { units, ..CycleReport::default() });
     }
 
@@ -269,51 +237,50 @@ mod tests {
         for second in 1..=100 {
             coarse(&mut tracker, second, |unit| unit < 2);
         }
-        let full = |touched| Seen::Fine { watched: PageMap::ALL, touched };
-        let report = CycleReport { units: vec![(unit(0), full(PageMap::first(64)))], ..CycleReport::default() };
+        let report = CycleReport {
+            units: vec![(unit(0), Seen::Fine { touched: PageMap::first(64) })],
+            ..CycleReport::default()
+        };
         (0..2).for_each(|_| tracker.absorb(Duration::from_secs(100), Phase::Fine, &report));
         let heat = heat(&tracker, Duration::from_secs(100), 4);
         let unit_bytes = ballast_base::HUGE_SIZE as u64;
         assert_eq!(heat.present_bytes, 8 * unit_bytes);
         assert_eq!(heat.wss_huge_bytes, 2 * unit_bytes);
-        // One of the two is an eighth hot; the other is assumed to be like it.
+        // One of the two is an eighth hot; the other is assumed to be, too.
         assert_eq!(heat.wss_bytes, 2 * unit_bytes / 8);
         assert_eq!((heat.known_share, heat.bloated_units, heat.bloat_bytes), (0.5, 1, unit_bytes * 7 / 8));
-        // Unit 1 and the touched pages of unit 0 are fresh. So are its cold pages, with one scan.
+        // Unit 1 and the touched pages of unit 0 are fresh. So are its cold pages, after only one scan.
         assert_eq!(heat.ages[0], 2 * unit_bytes);
         assert_eq!(heat.ages[6], 6 * unit_bytes);
-        assert_eq!(heat.percentiles[0], Duration::from_secs(100));
-        assert_eq!(heat.generations, [2 * unit_bytes, 0, 0, 6 * unit_bytes]);
         assert_eq!(heat.strip[0], Cell { present: 1.0, hot: 0.125, age: Some(Duration::ZERO) });
         assert_eq!(heat.strip[3], Cell { present: 1.0, hot: 0.0, age: Some(Duration::from_secs(100)) });
-        assert_eq!(heat.wss_span, Duration::from_secs(3));
     }
 
     #[test]
-    fn a_vm_of_which_nothing_is_known_has_an_empty_strip() {
-        let heat = heat(&Tracker::new(Settings::default(), 1), Duration::from_secs(5), 3);
+    fn a_vm_of_unknown_heat_has_an_empty_strip() {
+        let heat = heat(&Tracker::new(Settings::default()), Duration::from_secs(5), 3);
         assert_eq!((heat.strip, heat.present_bytes, heat.known_share), (vec![Cell::default(); 3], 0, 1.0));
     }
 
     proptest! {
         #[test]
-        fn buckets_and_generations_add_up_whatever_was_seen(
+        fn buckets_add_up_for_all_reports(
             present in vec(0u16..=512, 1..20),
             cycles in vec((any::<u32>(), vec((0u32..20, 0u64..=512), 0..6)), 0..12),
             cells in 0usize..50,
         ) {
-            let mut tracker = Tracker::new(Settings::default(), 1);
+            let mut tracker = Tracker::new(Settings::default());
             tracker.units.layout([present.len() as u64 * PAGES_PER_UNIT - 3].into_iter());
             for (index, count) in present.iter().enumerate() {
                 let id = unit(index as u32);
                 let count = u64::from(*count).min(tracker.units().pages_of(id)) as u16;
-                tracker.units.set_present(id, count, Moment(0), 0);
+                tracker.units.set_present(id, count, Moment(0));
             }
             for (turn, (bits, fine)) in cycles.into_iter().enumerate() {
                 let at = turn as u64 * 7 + 1;
                 coarse(&mut tracker, at, |unit| bits >> unit & 1 == 1);
                 let mut units: Vec<_> = fine.into_iter().map(|(index, touched)| (unit(index), Seen::Fine {
-                    watched: PageMap::ALL, touched: PageMap::first(touched),
+                    touched: PageMap::first(touched),
                 })).collect();
                 units.sort_unstable_by_key(|(unit, _)| *unit);
                 units.dedup_by_key(|(unit, _)| *unit);
@@ -321,9 +288,7 @@ mod tests {
             }
             let heat = heat(&tracker, Duration::from_secs(90), cells);
             prop_assert_eq!(heat.ages.iter().sum::<u64>(), heat.present_bytes);
-            prop_assert_eq!(heat.generations.iter().sum::<u64>(), heat.present_bytes);
             prop_assert!(heat.wss_bytes <= heat.wss_huge_bytes && heat.wss_huge_bytes <= heat.present_bytes);
-            prop_assert!(heat.percentiles.is_sorted());
             prop_assert!(heat.bloat_bytes <= heat.present_bytes);
             prop_assert_eq!(heat.strip.len(), cells);
             prop_assert!(heat.strip.iter().all(|cell| cell.hot <= cell.present + 1e-9));

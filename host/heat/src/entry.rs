@@ -1,21 +1,17 @@
-//! The access entry: what the last 32 cycles saw of one page or one unit (HugeScope, 3.5).
+//! The access entry: the last 32 cycles of one page or one unit (HugeScope, 3.5).
 //!
-//! Before: a source reported a cycle. After: age, frequency and skew are read from entries.
-//! Units: ages are cycles in which the page or unit was watched; a cycle that did not watch it leaves no bit.
+//! Before: a source reported a cycle. After: age, frequency and skew are read from entries. Units: ages are cycles that
+//! watched the page or unit; other cycles leave no bit.
 
 /// Number of last cycles and scans that are "recent": they define the working set and the skew of a unit.
 pub const RECENT: u32 = 3;
-/// Access history of a page or unit: a bit for each cycle that watched it, the last one in bit 0. The default is one
-/// that was never seen touched.
+/// Access history of a page or unit: a bit for each cycle that watched it, the last one in bit 0. By default, no touch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Entry(pub u32);
 
 impl Entry {
-    /// Cycles an entry remembers.
-    pub const CYCLES: u32 = u32::BITS;
-
-    /// Add a cycle; the oldest is forgotten.
+    /// Adds a cycle; the oldest is forgotten.
     pub fn push(&mut self, touched: bool) {
         self.0 = self.0 << 1 | u32::from(touched);
     }
@@ -25,12 +21,12 @@ impl Entry {
         self.0
     }
 
-    /// Cycles since the last touch: 0 if the last cycle saw one, 32 if none that is remembered did.
+    /// Cycles since the last touch: 0 if the last cycle saw one, 32 if no remembered cycle did.
     pub const fn age(self) -> u32 {
         self.0.trailing_zeros()
     }
 
-    /// In how many of the remembered cycles it was touched.
+    /// Number of remembered cycles that saw a touch.
     pub const fn frequency(self) -> u32 {
         self.0.count_ones()
     }

@@ -10,44 +10,35 @@
 //! | HugeScope's Figure 5 | here |
 //! |---|---|
 //! | start and end the coarse path | [`AccessSource`] with a [`Watch`] of coarse units; [`Phase::Coarse`] |
-//! | start and end the fine path | the same with fine units; [`Phase::Fine`] |
-//! | hot huge pages and base pages | [`Tracker::generation`], [`Tracker::units`] |
-//! | page-size policy | [`size_policy::plan`] |
-//! | custom candidate set | its `candidates` |
-//! | page placement | [`placement::plan`] |
+//! | start and end the fine path | [`AccessSource`] with fine units; [`Phase::Fine`] |
+//! | hot huge pages and base pages | [`Tracker::units`] |
+//! | page-size policy, page placement | [`placement::plan`] |
 #![forbid(unsafe_code)]
 
 mod age;
 pub mod ages;
-pub mod chance;
 mod entry;
-pub mod generations;
-pub mod inside;
-pub mod moment;
-pub mod pace;
+pub(crate) mod generations;
+pub(crate) mod moment;
 mod pick;
 pub mod placement;
-mod quota;
-pub mod record;
-pub mod sample;
-pub mod scripted;
+mod scanned;
+#[cfg(test)]
+mod scripted;
 mod shared;
-pub mod size_policy;
 pub mod source;
-pub mod subpage;
-pub mod tally;
 mod tracker;
-pub mod units;
+pub(crate) mod units;
 
 use ballast_base::{PageIdx, PageRange};
 
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
-pub use entry::{Entry, RECENT};
+pub use entry::Entry;
 pub use pick::{HeatSource, is_candidate, push_run};
 pub use shared::{Cycle, Turn, VmHeat};
 pub use source::{AccessSource, CycleReport, PageMap, Phase, Seen, UnitId, Watch};
-pub use tracker::{Settings, Step, Tracker};
+pub use tracker::{Settings, Spent, Step, Tracker};
 
 /// A run of candidate pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,27 +49,27 @@ pub struct ColdRun {
     pub pages: PageRange,
 }
 
-/// What heat may know about a VM's pages.
+/// Heat's view of a VM's pages.
 pub trait Pages {
-    /// Regions the VM has; numbers of regions that were unplugged have zero pages.
+    /// Number of regions; an unplugged region has zero pages.
     fn regions(&self) -> u32;
 
-    /// Pages in a region.
+    /// Pages of a region.
     fn len(&self, region: u32) -> u64;
 
-    /// Pages of a region that are reclaimed as one. Each such *granule* begins at a multiple of this number, and is
-    /// reclaimed whole or not at all. All of its pages are in the same state.
+    /// Pages of a region that are reclaimed as one. Each such *granule* begins at a multiple of this number; all of its
+    /// pages are in one state.
     fn granule(&self, _region: u32) -> u64 {
         1
     }
 
-    /// The first neighbouring pages among these that are in the file.
+    /// The first run of `pages` that is in the file.
     fn next_present(&self, region: u32, pages: PageRange) -> Option<PageRange>;
 
     /// The age byte of a page that is Resident and can be reclaimed; `None` for any other page.
     fn age(&self, region: u32, page: PageIdx) -> Option<u8>;
 
-    /// Write the age byte of a page if it is still Resident and unlocked.
+    /// Writes the age byte of a page if it is still Resident and unlocked.
     fn set_age(&self, region: u32, page: PageIdx, age: u8);
 }
 
@@ -87,6 +78,6 @@ pub trait Pages {
 pub enum Pick {
     /// Only cold pages.
     Cold,
-    /// The next pages, hot or not: the VM is over its limit.
+    /// The next pages, hot or not: the VM is above its limit.
     Any,
 }

@@ -1,7 +1,4 @@
-//! Moment: when something was seen, in four bytes.
-//!
-//! Before: a cycle ended. After: ages of units and pages. Units: tenths of a second since tracking began. Promise:
-//! pure.
+//! Moment: a time in four bytes. Units: tenths of a second since tracking began.
 
 use std::time::Duration;
 
@@ -15,7 +12,7 @@ impl Moment {
         Self(u32::try_from(since_start.as_millis() / 100).unwrap_or(u32::MAX))
     }
 
-    /// From an earlier moment to this one.
+    /// Time from an earlier moment to this one.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(u64::from(self.0.saturating_sub(earlier.0)) * 100)
     }

@@ -1,14 +1,15 @@
-//! Pick: which pages reclaim takes next, the coldest first.
+//! Pick: the pages that reclaim takes next, the coldest first.
 //!
-//! Before: reclaim says how many pages it wants. After: it puts those proposed into quarantine, the last test.
+//! Before: reclaim wants a number of pages. After: it puts the proposed ones into quarantine, the last test.
 //! Threads: a VM's reclaim worker owns its source. Units: a round offers each unit with pages in memory once.
 //! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
-//! complete a granule. It looks at a bounded number of units and pages, however large the VM: what it evicts next may
-//! be what a fault waits for. The next call goes on where it ended.
+//! complete a granule. It examines a bounded number of units and pages, however large the VM: faults may wait for the
+//! next evictions. The next call continues there.
 //!
-//! Cold is what has order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse cycle,
-//! because nothing else makes memory cold, and used when all of it is made. Without it, everything has order 0, and
-//! rounds go through memory by address, as a clock hand does: each part is used as soon as it is made.
+//! Cold pages are those of order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse
+//! cycle, because nothing else makes memory cold, and used when it is complete. Without tracking, all pages have order
+//! 0, and a round goes through the units in random order, [`AT_ONCE`] at a time: each such part of memory is used as
+//! soon as it is made.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,17 +21,16 @@ use crate::age::Age;
 use crate::shared::VmHeat;
 use crate::source::UnitId;
 use crate::tracker::Tracker;
+use crate::units::AT_ONCE;
 use crate::{ColdRun, Pages, Pick};
 
 mod offer;
 #[cfg(test)]
 mod tests;
 
-use offer::{BLOAT, Offer, offer};
+use offer::{BLOAT, Offer, Round, offer};
 
-/// Units that a call puts into the round: 8 GiB, some milliseconds of asking the kernel which are in memory.
-const MOST_UNITS: u64 = 4096;
-/// Pages that a call checks: 256 MiB, some milliseconds where none may go. An offer counts as one more.
+/// Most pages that a call checks: 256 MiB, some milliseconds if none is a candidate. An offer counts as one page.
 const MOST_PAGES: u64 = 64 << 10;
 
 /// Proposes pages to reclaim: the seam between *how much* (reclaim) and *which* (heat).
@@ -39,22 +39,24 @@ pub struct HeatSource {
     heat: Arc<VmHeat>,
     /// The next one first.
     round: BinaryHeap<Reverse<Offer>>,
-    /// Number of coarse cycles when the round was begun; `None` without tracking.
+    /// Number of rounds begun.
+    rounds: u64,
+    /// Number of coarse cycles at the start of the round; `None` without tracking.
     made_at: Option<u64>,
-    /// The unit from which on none is in the round yet: region and number. `None` when all are.
+    /// The first unit that is not in the round yet: region and number. `None` when all are.
     making: Option<(u32, u64)>,
 }
 
 impl HeatSource {
-    /// Starts without a round.
+    /// Begins without a round.
     pub fn new(heat: Arc<VmHeat>) -> Self {
-        Self { heat, round: BinaryHeap::new(), made_at: None, making: None }
+        Self { heat, round: BinaryHeap::new(), rounds: 0, made_at: None, making: None }
     }
 
-    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come if fewer are cold; calling again goes
-    /// on from there. No page is proposed twice while it stays in quarantine, because then it is not Resident.
+    /// Proposes up to about `want` pages, coldest first, in `out`; fewer if fewer are cold. The next call continues
+    /// there. No page is proposed again while it is in quarantine, because then it is not Resident.
     ///
-    /// Returns whether there may be more at once: the call ended because it has looked at as much as one may.
+    /// Returns whether another call may find more at once: this one ended because it had examined as much as it may.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) -> bool {
         let heat = self.heat.clone();
         let tracker = heat.lock();
@@ -62,12 +64,13 @@ impl HeatSource {
         let over = self.round.is_empty() && (cycle.is_none() || pick == Pick::Any);
         let is_next = match (self.made_at, self.making) {
             (_, None) => over || cycle != self.made_at,
-            // One that is being made is used before the next is begun, however short the cycles are.
+            // A round that is being made is used before the next begins, however short the cycles are.
             (Some(_), Some(_)) => false,
             (None, Some(_)) => cycle.is_some(),
         };
         if is_next {
             self.round.clear();
+            self.rounds += 1;
             (self.made_at, self.making) = (cycle, Some((0, 0)));
         }
         let is_tracked = self.made_at.is_some();
@@ -94,15 +97,16 @@ impl HeatSource {
         false
     }
 
-    /// Returns whether the call before proposed nothing because it does not know yet which pages are the coldest.
+    /// Returns whether the last call proposed nothing because the coldest pages are not known yet.
     pub fn is_sorting(&self) -> bool {
         self.made_at.is_some() && self.making.is_some()
     }
 
-    /// Go on with the round that is being made. Returns whether there is more of it to make.
+    /// Continues to make the round. Returns whether more of it is left to make.
     fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages) -> bool {
-        let (tracked, mut offers) = (self.made_at.is_some(), Vec::new());
-        let mut looks = MOST_UNITS;
+        let round = Round { number: self.rounds, is_tracked: self.made_at.is_some() };
+        let mut offers = Vec::new();
+        let mut looks = AT_ONCE;
         while let Some((region, unit)) = self.making {
             if region >= pages.regions() {
                 self.making = None;
@@ -115,7 +119,7 @@ impl HeatSource {
                 self.making = Some((region, unit + 1));
                 if pages.next_present(region, PageRange::of_unit(unit)).is_some() {
                     let unit = UnitId { region, unit: unit as u32 };
-                    offer(tracker, unit, tracked, pages.granule(region), &mut offers);
+                    offer(tracker, unit, round, pages.granule(region), &mut offers);
                     self.round.extend(offers.drain(..).map(Reverse));
                 }
             }
@@ -124,13 +128,13 @@ impl HeatSource {
     }
 }
 
-/// How much a call may still propose, and check.
+/// Number of pages that a call may still propose, and check.
 struct Limits {
     wanted: u64,
     checks: u64,
 }
 
-/// Propose the pages of one offer until there are enough, or as many as may be were checked. Returns what is left.
+/// Proposes pages of one offer until a limit is reached. Returns the rest of the offer.
 fn sweep(
     tracker: &Tracker,
     pages: &dyn Pages,
@@ -152,7 +156,7 @@ fn sweep(
         if limits.wanted == 0 || limits.checks == 0 {
             return Some(Offer { from: (page - base) as u16, ..offer });
         }
-        // By their words first: most pages that may not go are known so, without asking the kernel.
+        // By their words first: most pages that may not be evicted are recognized without asking the kernel.
         let (first, most) = (page, limits.wanted.min(limits.checks));
         let mut may_go = true;
         while may_go && page < stop && page - first < most {
@@ -183,7 +187,7 @@ pub fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx) -> bool {
     true
 }
 
-/// Add pages to runs; to the last run if they follow it.
+/// Adds pages to the last run if they follow it; otherwise as a new run.
 pub fn push_run(out: &mut Vec<ColdRun>, region: u32, pages: PageRange) {
     match out.last_mut() {
         Some(run) if run.region == region && run.pages.end() == pages.start() => {

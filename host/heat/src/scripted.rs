@@ -1,14 +1,13 @@
 //! A source for tests: a guest whose touches the test sets.
 //!
-//! Before: a test says which pages of each unit a cycle touches. After: the tracker gets exactly that.
-//! Promise: reports only what is watched, counts what a zap scan would have cost the guest, and refuses a second cycle
-//! while one runs.
+//! Before: a test sets the pages of each unit that a cycle touches. After: the tracker gets exactly those.
+//! Promise: counts the cost of a zap scan, and refuses a second cycle while one runs.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use crate::source::{Ability, AccessSource, Cost, CycleReport, PageMap, Seen, UnitId, Watch};
+use crate::source::{AccessSource, Cost, CycleReport, PageMap, Seen, UnitId, Watch};
 
 /// The source.
 #[derive(Debug, Default)]
@@ -23,19 +22,15 @@ pub struct Scripted {
 
 impl Scripted {
     /// Cost of a touch in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
-    pub const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
+    const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
 
-    /// From now on, each cycle touches these pages of the unit.
+    /// Has each later cycle touch these pages of the unit.
     pub fn touch(&mut self, unit: UnitId, pages: PageMap) {
         self.touched.insert(unit, pages);
     }
 }
 
 impl AccessSource for Scripted {
-    fn ability(&self) -> Ability {
-        Ability { name: "scripted" }
-    }
-
     fn start(&mut self, watch: &Watch) -> io::Result<()> {
         if std::mem::take(&mut self.fail_start) {
             return Err(io::Error::other("scripted to fail"));
@@ -56,14 +51,12 @@ impl AccessSource for Scripted {
         for unit in watch.coarse {
             let touched = !of(unit).is_empty();
             report.cost.guest += if touched { Self::COST.0 } else { Duration::ZERO };
-            report.cost.faults += u64::from(touched);
             report.units.push((unit, Seen::Coarse { touched }));
         }
-        for fine in watch.fine {
-            let touched = of(fine.unit).and(fine.pages);
+        for unit in watch.fine {
+            let touched = of(unit);
             report.cost.guest += Self::COST.1 * touched.count() as u32;
-            report.cost.faults += touched.count();
-            report.units.push((fine.unit, Seen::Fine { watched: fine.pages, touched }));
+            report.units.push((unit, Seen::Fine { touched }));
         }
         report.units.sort_unstable_by_key(|(unit, _)| *unit);
         report.cost = Cost { cpu: report.cost.guest, ..report.cost };

@@ -1,9 +1,9 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for one pass over all units at most. The kernel is asked which pages are in the RAM
-//! file without it, except by a pick: the kernel needs a lock that a VMM may hold for ever. A fault worker never takes
-//! the tracker's lock, and a reader does not wait long for it.
+//! Threads: any; the lock is held for at most one pass over all units. The kernel is asked without the lock which pages
+//! are in the RAM file, except by a pick: the kernel needs a lock that a VMM may hold for any time. A fault worker
+//! never takes the tracker's lock, and a reader does not wait long for it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
@@ -11,61 +11,61 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::source::{Ability, AccessSource, CycleReport, Phase};
+use crate::source::{AccessSource, CycleReport, Phase};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::units::survey;
 use crate::{Heat, Pages};
 
-/// How long a reader waits for the tracker. A pass over all units of some TiB takes less.
+/// Longest wait of a reader for the tracker. A pass over all units of some TiB takes less.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a tracking worker is to do next.
+/// The next step of a tracking worker.
 #[derive(Debug)]
 pub enum Turn {
-    /// Nothing for this time.
+    /// Nothing to do for this time.
     Rest(Duration),
-    /// Finish this cycle when its window is over.
+    /// End this cycle after its window.
     Watch(Cycle),
 }
 
-/// A cycle that runs.
+/// A running cycle.
 #[derive(Debug)]
 pub struct Cycle {
     phase: Phase,
     planning: Duration,
-    /// How long it is to run.
+    /// Time that it is to run.
     pub window: Duration,
 }
 
 impl Cycle {
-    /// Does it watch all memory?
+    /// Returns whether it watches all memory.
     pub fn is_coarse(&self) -> bool {
         self.phase == Phase::Coarse
     }
 }
 
-/// The tracker of one VM, shared.
+/// The shared tracker of one VM.
 #[derive(Debug)]
 pub struct VmHeat {
     began: Instant,
     tracker: Mutex<Tracker>,
-    source: Mutex<Option<Ability>>,
+    is_tracked: AtomicBool,
     /// The last reader timed out.
     is_stuck: AtomicBool,
 }
 
 impl VmHeat {
-    /// Nothing is known, and no source tracks.
-    pub fn new(settings: Settings, seed: u64) -> Self {
+    /// Begins without knowledge.
+    pub fn new(settings: Settings) -> Self {
         Self {
             began: Instant::now(),
-            tracker: Mutex::new(Tracker::new(settings, seed)),
-            source: Mutex::default(),
+            tracker: Mutex::new(Tracker::new(settings)),
+            is_tracked: AtomicBool::new(false),
             is_stuck: AtomicBool::new(false),
         }
     }
 
-    /// The tracker's time.
+    /// Time since tracking began.
     pub fn now(&self) -> Duration {
         self.began.elapsed()
     }
@@ -75,7 +75,7 @@ impl VmHeat {
         self.tracker.lock().expect("no panic while held")
     }
 
-    /// The tracker for a reader, which serves other VMs as well; `None` if it is not available in time.
+    /// Locks the tracker for a reader, which serves other VMs as well; `None` if it is not available in time.
     fn try_lock(&self) -> Option<MutexGuard<'_, Tracker>> {
         let until = Instant::now() + LOOK_TIMEOUT;
         loop {
@@ -83,7 +83,7 @@ impl VmHeat {
                 Err(TryLockError::WouldBlock) => None,
                 tracker => Some(tracker.expect("no panic while held")),
             };
-            // Only the first waits: there may be many such VMs, and each is read twice a second.
+            // Only the first call waits: many VMs may be stuck, and each is read twice a second.
             let ends = tracker.is_some() || self.is_stuck.load(Ordering::Relaxed) || Instant::now() >= until;
             if ends {
                 self.is_stuck.store(tracker.is_none(), Ordering::Relaxed);
@@ -93,34 +93,31 @@ impl VmHeat {
         }
     }
 
-    /// The source that tracks, if any.
-    pub fn source(&self) -> Option<Ability> {
-        *self.source.lock().expect("no panic while held")
+    /// Returns whether cycles run.
+    pub fn is_tracked(&self) -> bool {
+        self.is_tracked.load(Ordering::Relaxed)
     }
 
-    /// A source begins to track; `None`: tracking ended.
-    pub fn set_source(&self, source: Option<Ability>) {
-        *self.source.lock().expect("no panic while held") = source;
+    /// Cycles begin to run, or end.
+    pub fn set_tracked(&self, is_tracked: bool) {
+        self.is_tracked.store(is_tracked, Ordering::Relaxed);
     }
 
-    /// The next step of the tracking worker: a pause, or a cycle, which has begun.
+    /// The next step of the tracking worker: a rest, or a cycle, which has begun.
     ///
     /// # Errors
-    /// The source could not begin the cycle: none runs.
+    /// The source could not begin the cycle; no cycle runs.
     pub fn begin(&self, source: &mut dyn AccessSource, pages: &dyn Pages) -> io::Result<Turn> {
         let (planning, now) = (Instant::now(), self.now());
-        let is_surveyed = self.lock().begin_survey(now, pages);
-        if is_surveyed {
+        let is_due = self.lock().begin_survey(now, pages);
+        if is_due {
             // The kernel is asked without the lock: for 1 TiB that takes about a second.
             survey(pages).for_each(|part| self.lock().survey(now, &part));
         }
-        // Not in the match: the lock would be held meanwhile.
+        // Not in the match, which would hold the lock.
         let step = self.lock().step(now);
-        // Finding out which pages are in memory may cost more than the cycle, if they are in many pieces.
+        // Finding the pages in memory may cost more than the cycle, if they are fragmented.
         let planning = planning.elapsed();
-        if is_surveyed {
-            self.lock().planned(planning);
-        }
         match step {
             Step::Rest(pause) => Ok(Turn::Rest(pause)),
             Step::Watch { phase, watch, window } => match source.start(&watch) {
@@ -133,11 +130,11 @@ impl VmHeat {
         }
     }
 
-    /// A cycle is to end. `whole`: it ran for all of its window; else its report is dropped, because less was touched
-    /// than in a whole one.
+    /// Ends a cycle. `whole`: it ran for its whole window; otherwise its report is dropped, because fewer pages were
+    /// touched than in a whole one.
     ///
     /// # Errors
-    /// The source could not tell which pages were touched. No cycle runs all the same.
+    /// The source could not tell which pages were touched. The cycle has ended nevertheless.
     pub fn finish(&self, source: &mut dyn AccessSource, cycle: Cycle, whole: bool) -> io::Result<()> {
         let report = source.end().map(|mut report| {
             report.cost.cpu += cycle.planning;
@@ -148,15 +145,9 @@ impl VmHeat {
         report.map(|_| ())
     }
 
-    /// The heat for the API, with a strip of this number of cells; empty (no cycles) while it cannot be known.
+    /// The heat for the API, with this number of cells in the strip; empty (no cycles) while the tracker is stuck.
     pub fn heat(&self, cells: usize) -> Heat {
         self.try_lock().map(|tracker| crate::heat(&tracker, self.now(), cells)).unwrap_or_default()
-    }
-
-    /// See [`Tracker::cycles_after`]; nothing, not even an empty recording, while it cannot be known.
-    pub fn cycles_after(&self, after: u64) -> Vec<u8> {
-        let name = self.source().map_or("none", |source| source.name);
-        self.try_lock().map(|mut tracker| tracker.cycles_after(self.now(), after, name)).unwrap_or_default()
     }
 }
 
@@ -187,20 +178,18 @@ mod tests {
     }
 
     #[test]
-    fn who_only_looks_does_not_wait_for_a_thread_that_sleeps_with_the_tracker() {
-        let heat = VmHeat::new(Settings::default(), 1);
-        assert!(!heat.cycles_after(0).is_empty());
+    fn a_reader_does_not_wait_for_a_thread_that_sleeps_with_the_tracker() {
+        let heat = VmHeat::new(Settings::default());
         let held = heat.lock();
         std::thread::scope(|scope| {
-            let looks = || (heat.heat(8), heat.cycles_after(0));
-            assert_eq!(scope.spawn(looks).join().expect("it ends"), (Heat::default(), Vec::new()));
+            assert_eq!(scope.spawn(|| heat.heat(8)).join().expect("it ends"), Heat::default());
         });
         drop(held);
-        assert!(!heat.cycles_after(0).is_empty());
+        assert_eq!(heat.heat(8).strip.len(), 8);
     }
 
     #[test]
-    fn who_picks_does_not_wait_while_the_kernel_is_asked_which_pages_are_in_memory() {
+    fn a_pick_does_not_wait_while_the_kernel_is_asked_which_pages_are_in_memory() {
         /// 5000 units: more than a part of a survey.
         struct Asked<'a>(&'a VmHeat);
         impl Pages for Asked<'_> {
@@ -219,17 +208,17 @@ mod tests {
             }
             fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
         }
-        let heat = VmHeat::new(Settings::default(), 1);
+        let heat = VmHeat::new(Settings::default());
         let turn = heat.begin(&mut Scripted::default(), &Asked(&heat)).expect("begun");
         assert!(matches!(turn, Turn::Watch(cycle) if cycle.is_coarse()));
         assert_eq!(heat.lock().units().present().count(), 5000);
     }
 
     #[test]
-    fn a_cycle_that_was_cut_short_or_failed_teaches_nothing_and_is_ended() {
+    fn a_cycle_that_was_cut_short_or_failed_changes_nothing_and_is_ended() {
         let unit = UnitId { region: 0, unit: 0 };
         let soon = Settings { period: Duration::from_millis(1), ..Settings::default() };
-        let heat = VmHeat::new(soon, 1);
+        let heat = VmHeat::new(soon);
         let mut source = Scripted::default();
         source.touch(unit, PageMap::ALL);
         let frequency = || heat.lock().units().entry(unit).map(|entry| entry.frequency());

@@ -1,41 +1,39 @@
 //! The seam between *what was touched* (a source) and *what it means* (everything else in this crate).
 //!
-//! Before: the tracker of a VM says what to watch in the next cycle. After: a source reports, for each unit watched,
-//! what was touched between [`AccessSource::start`] and [`AccessSource::end`].
+//! Before: the tracker of a VM decides what to watch in the next cycle. After: a source reports, for each watched unit,
+//! the touches between [`AccessSource::start`] and [`AccessSource::end`].
 //! Threads: one tracking worker per VM owns its source; it may block in `start` and `end`, and sleeps between them.
-//! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The source of the product is the pager's
-//! `scans`; another one, for tests, is [`crate::scripted`].
-//! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
+//! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The product's source is the pager's
+//! `scans`.
+//! Promise: a source changes nothing that the guest can see except time, and at the end of a cycle each unit that was
 //! mapped huge is mapped huge again.
 //!
 //! In the terms of HugeScope's Figure 5: a watch with coarse units is its coarse phase, one with fine units its fine
-//! phase. One cycle may do both.
+//! phase.
 
 use std::io;
 use std::time::Duration;
 
 use ballast_base::PAGES_PER_UNIT;
 
-const WORDS: usize = PAGES_PER_UNIT as usize / 64;
-
 /// A unit of a VM's RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UnitId {
     /// Number of the region in its VM.
     pub region: u32,
-    /// Which 2 MiB of the region. The last one of a region may be short.
+    /// Number of the 2 MiB in the region. The last one of a region may be shorter.
     pub unit: u32,
 }
 
 /// One bit for each page of a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct PageMap(pub [u64; WORDS]);
+pub struct PageMap(pub [u64; 8]);
 
 impl PageMap {
     /// No page.
-    pub const NONE: Self = Self([0; WORDS]);
+    pub const NONE: Self = Self([0; 8]);
     /// Every page.
-    pub const ALL: Self = Self([u64::MAX; WORDS]);
+    pub const ALL: Self = Self([u64::MAX; 8]);
 
     /// The first `count` pages, or all.
     pub fn first(count: u64) -> Self {
@@ -46,18 +44,18 @@ impl PageMap {
         }))
     }
 
-    /// Does it hold this page?
+    /// Returns whether it contains this page.
     ///
     /// # Panics
-    /// If `page` is not below 512.
+    /// `page` is 512 or more.
     pub fn get(&self, page: u64) -> bool {
         self.0[page as usize / 64] >> (page % 64) & 1 == 1
     }
 
-    /// Add a page.
+    /// Adds a page.
     ///
     /// # Panics
-    /// If `page` is not below 512.
+    /// `page` is 512 or more.
     pub fn set(&mut self, page: u64) {
         self.0[page as usize / 64] |= 1 << (page % 64);
     }
@@ -67,7 +65,7 @@ impl PageMap {
         self.0.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Does it hold no page?
+    /// Returns whether it contains no page.
     pub fn is_empty(&self) -> bool {
         *self == Self::NONE
     }
@@ -82,7 +80,7 @@ impl PageMap {
         Self(std::array::from_fn(|i| self.0[i] | other.0[i]))
     }
 
-    /// The pages of this one that are not in the other.
+    /// Its pages that are not in the other.
     pub fn without(self, other: Self) -> Self {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
     }
@@ -97,48 +95,27 @@ impl PageMap {
             })
         })
     }
-
-    /// Its pages as runs, `(first, count)`, ascending.
-    pub fn runs(self) -> impl Iterator<Item = (u64, u64)> {
-        let mut at = 0;
-        std::iter::from_fn(move || {
-            while at < PAGES_PER_UNIT && !self.get(at) {
-                at += 1;
-            }
-            let first = at;
-            while at < PAGES_PER_UNIT && self.get(at) {
-                at += 1;
-            }
-            (first < at).then_some((first, at - first))
-        })
-    }
 }
 
-/// Pages of a block: an eighth of a unit, 256 KiB.
+/// Pages of a block: an eighth of a unit, 256 KiB, and a word of a map.
 pub const BLOCK: u64 = PAGES_PER_UNIT / 8;
 
-/// A unit to be watched page by page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FineWatch {
-    /// Which.
-    pub unit: UnitId,
-    /// The pages to watch: all, or a sample. A source may watch more, never fewer.
-    pub pages: PageMap,
-}
+/// Most units that a cycle watches page by page.
+pub const MOST_FINE: usize = 512;
 
-/// The units to watch in a cycle. No unit is in both lists; each is in ascending order without repeats.
+/// Units to watch in a cycle. No unit is in both lists; each is ascending without repeats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Watch {
-    /// Units to be watched as wholes.
+    /// Units to watch as a whole.
     pub coarse: Vec<UnitId>,
-    /// Units to be watched page by page.
-    pub fine: Vec<FineWatch>,
+    /// Units to watch page by page.
+    pub fine: Vec<UnitId>,
 }
 
 /// The purpose of a cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// All units, as wholes: generations age by it.
+    /// All units, as a whole: generations age by it.
     Coarse,
     /// Chosen units, page by page.
     Fine,
@@ -152,27 +129,25 @@ pub enum Seen {
         /// Some page was touched.
         touched: bool,
     },
-    /// A unit that is not one huge page: by its eighths of [`BLOCK`] pages, the first in bit 0.
+    /// A unit that is not one huge page, by its eighths of [`BLOCK`] pages, the first in bit 0.
     Blocks {
-        /// Some page of them was touched.
+        /// The eighths with a touched page.
         touched: u8,
     },
     /// Page by page.
     Fine {
-        /// The pages that were watched; of the others nothing is known.
-        watched: PageMap,
-        /// Those of them that were touched.
+        /// The touched pages.
         touched: PageMap,
     },
 }
 
 impl Seen {
-    /// Was any page touched?
+    /// Returns whether any page was touched.
     pub fn touched(&self) -> bool {
         match self {
             Self::Coarse { touched } => *touched,
             Self::Blocks { touched } => *touched != 0,
-            Self::Fine { touched, .. } => !touched.is_empty(),
+            Self::Fine { touched } => !touched.is_empty(),
         }
     }
 }
@@ -180,41 +155,29 @@ impl Seen {
 /// Cost of one cycle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// CPU time of our threads, including the faults that they served for the cycle.
+    /// CPU time of the engine's threads, including the faults that they served for the cycle.
     pub cpu: Duration,
-    /// Time guest threads waited for faults that the cycle caused.
+    /// Time for which guest threads waited for faults that the cycle caused.
     pub guest: Duration,
-    /// Those faults.
-    pub faults: u64,
 }
 
 /// Report of a cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CycleReport {
-    /// One entry for each unit that was watched, ascending. A unit that could not be watched (unplugged, far, busy) is
-    /// left out. A unit watched page by page may be reported as a whole.
+    /// An entry for each watched unit, ascending. A unit that could not be watched (unplugged, far, busy) is missing. A
+    /// unit watched page by page may be reported as a whole.
     pub units: Vec<(UnitId, Seen)>,
-    /// Its cost.
+    /// Cost of the cycle.
     pub cost: Cost,
 }
 
-/// Abilities of a source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ability {
-    /// Its name in the API and in recordings: lower case, hyphens.
-    pub name: &'static str,
-}
-
-/// Finds out what a guest touched.
+/// Finds out what a guest touches.
 pub trait AccessSource: Send {
-    /// Its abilities. They may change from one cycle to the next.
-    fn ability(&self) -> Ability;
-
-    /// Begin a cycle: from now on, touches of what is watched are recorded. Called only when no cycle runs.
+    /// Begins a cycle: touches of the watched memory are recorded from now on. Called only when no cycle runs.
     fn start(&mut self, watch: &Watch) -> io::Result<()>;
 
-    /// End the cycle and report what was touched. Also after an error no cycle runs, and nothing of it remains in the
-    /// guest's page tables.
+    /// Ends the cycle and reports the touches. After an error, too, no cycle runs, and the guest's page tables are as
+    /// before.
     fn end(&mut self) -> io::Result<CycleReport>;
 }
 
@@ -232,8 +195,6 @@ mod tests {
             pages.iter().for_each(|page| map.set(*page));
             prop_assert_eq!(map.count(), pages.len() as u64);
             prop_assert_eq!(map.iter().collect::<Vec<_>>(), pages.iter().copied().collect::<Vec<_>>());
-            let of_runs: Vec<u64> = map.runs().flat_map(|(first, count)| first..first + count).collect();
-            prop_assert_eq!(of_runs, pages.into_iter().collect::<Vec<_>>());
             let head = PageMap::first(n);
             prop_assert_eq!(head.count(), n.min(PAGES_PER_UNIT));
             prop_assert_eq!(map.and(head).or(map.without(head)), map);

@@ -8,24 +8,25 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
+use anyhow::{Context, bail};
 use ballast_base::wire::{Attach, RegionInfo, Span};
 use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE};
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
-use ballast_sys::{scm, uffd};
+use ballast_sys::uffd;
 use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
-use crate::closer::SentFd;
 use crate::store_files::{Files, reopen_ours};
+use ballast_sys::slow_fd::SlowFd;
 
 /// The descriptors of an admitted attach.
 #[derive(Debug)]
 pub struct Admitted {
     /// The userfaultfds, non-blocking, no two the same.
-    pub uffds: Vec<SentFd>,
+    pub uffds: Vec<SlowFd>,
     /// The engine's end of the control socket.
-    pub control: SentFd,
+    pub control: SlowFd,
     /// The regions.
     pub ram: Vec<Ram>,
     /// On resume: the client's escrow, reopened for writing.
@@ -36,7 +37,7 @@ pub struct Admitted {
 #[derive(Debug)]
 pub struct Escrow {
     /// The state file.
-    pub state: SentFd,
+    pub state: SlowFd,
     /// The files of its stores.
     pub stores: Vec<Files>,
 }
@@ -51,7 +52,7 @@ pub struct Ram {
     /// Its extents.
     pub extents: Extents,
     /// The files that extents name, each once.
-    pub files: Vec<(Arc<SentFd>, FileId)>,
+    pub files: Vec<(Arc<SlowFd>, FileId)>,
 }
 
 impl Ram {
@@ -68,21 +69,20 @@ impl Ram {
 }
 
 /// Check an attach and its descriptors.
-pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
+pub fn admit(attach: &Attach, fds: Vec<SlowFd>) -> anyhow::Result<Admitted> {
     attach.validate()?;
     if fds.len() != attach.fd_count() {
-        return Err(format!("{} descriptors came with an attach that needs {}", fds.len(), attach.fd_count()));
+        bail!("{} descriptors came with an attach that needs {}", fds.len(), attach.fd_count());
     }
     let missing = uffd::REQUIRED_FEATURES & !attach.uffd_features;
     if missing != 0 {
-        return Err(format!(
+        bail!(
             "its userfaultfds lack features {missing:#x}; the kernel must be Linux 5.14 or newer (try `ballast doctor`)"
-        ));
+        );
     }
     let mut fds = fds.into_iter();
-    let uffds: Vec<SentFd> = fds.by_ref().take(usize::from(attach.shards)).collect();
+    let uffds: Vec<SlowFd> = fds.by_ref().take(usize::from(attach.shards)).collect();
     check_uffds(&uffds)?;
-    let uffds = uffds.into_iter().map(SentFd::checked).collect();
     let control = check_socket(fds.next().expect("counted above"))?;
     let files = fds.by_ref().take(usize::from(attach.files)).collect();
     let ram = check_ram(&attach.regions, files, attach.uffd_features)?;
@@ -101,7 +101,7 @@ const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
 /// A RAM file that was checked.
 struct RamFile {
-    fd: Arc<SentFd>,
+    fd: Arc<SlowFd>,
     id: FileId,
     /// Bytes of its pages.
     page: Bytes,
@@ -110,50 +110,48 @@ struct RamFile {
 
 /// Check the files of regions that [`ballast_base::wire::check_regions`] has accepted, and whose faults arrive through
 /// userfaultfds with these features.
-pub fn check_ram(regions: &[RegionInfo], fds: Vec<SentFd>, uffd_features: u64) -> Result<Vec<Ram>, String> {
+pub fn check_ram(regions: &[RegionInfo], fds: Vec<SlowFd>, uffd_features: u64) -> anyhow::Result<Vec<Ram>> {
     let files = fds.into_iter().enumerate().map(|(number, fd)| check_file(number, fd));
-    let files = files.collect::<Result<Vec<_>, String>>()?;
+    let files = files.collect::<anyhow::Result<Vec<_>>>()?;
     let mut seen = HashMap::new();
     for (number, file) in files.iter().enumerate() {
         // Two numbers of one file would hide that extents overlap.
         if let Some(other) = seen.insert(file.id, number) {
-            return Err(format!("RAM files {other} and {number} are the same file"));
+            bail!("RAM files {other} and {number} are the same file");
         }
     }
     regions.iter().map(|region| ram_of(region, &files, uffd_features)).collect()
 }
 
-fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<Ram, String> {
+fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> anyhow::Result<Ram> {
     let RegionInfo { span, guest_address, .. } = region;
     let at = span.hva;
     // The guest's address space is no larger than ours.
     let fits = |start: u64| start.checked_add(span.len.0).is_some_and(|end| end <= 1 << 56);
     if let Some(start) = guest_address.filter(|start| !fits(*start) || !start.is_multiple_of(PAGE_SIZE as u64)) {
-        return Err(format!("region {at} cannot begin at guest-physical address {start:#x}"));
+        bail!("region {at} cannot begin at guest-physical address {start:#x}");
     }
     if span.len > LARGEST_REGION {
-        return Err(format!("region {at} of {} is larger than {LARGEST_REGION}", span.len));
+        bail!("region {at} of {} is larger than {LARGEST_REGION}", span.len);
     }
     let extents = region.checked()?;
     let mut used: Vec<u16> = extents.list().iter().map(|extent| extent.file).collect();
     used.sort_unstable();
     used.dedup();
     let first = used.first().and_then(|first| files.get(usize::from(*first)));
-    let page = first.ok_or_else(|| format!("the RAM of region {at} has no file"))?.page;
+    let page = first.with_context(|| format!("the RAM of region {at} has no file"))?.page;
     if let Some(other) =
         used.iter().find(|number| files.get(usize::from(**number)).is_some_and(|file| file.page != page))
     {
-        return Err(format!("the RAM of region {at}: files {} and {other} have pages of different sizes", used[0]));
+        bail!("the RAM of region {at}: files {} and {other} have pages of different sizes", used[0]);
     }
     let sizes: Vec<_> = files.iter().map(|file| file.size).collect();
-    extents.check(&sizes, page.0).map_err(|error| format!("the RAM of region {at}: {error}"))?;
+    extents.check(&sizes, page.0).with_context(|| format!("the RAM of region {at}"))?;
     if !at.0.is_multiple_of(page.0) {
-        return Err(format!("the RAM of region {at}: its address is not a multiple of its pages of {page}"));
+        bail!("the RAM of region {at}: its address is not a multiple of its pages of {page}");
     }
     if page.0 > PAGE_SIZE as u64 && uffd_features & uffd::HUGETLB_FEATURES != uffd::HUGETLB_FEATURES {
-        return Err(format!(
-            "the RAM of region {at} has pages of {page}, and the userfaultfd does not serve such pages"
-        ));
+        bail!("the RAM of region {at} has pages of {page}, and the userfaultfd does not serve such pages");
     }
     let extents = extents.renumbered(|file| used.partition_point(|other| *other < file) as u16);
     let files = used.iter().map(|number| &files[usize::from(*number)]);
@@ -161,57 +159,52 @@ fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<
     Ok(Ram { span: *span, guest_address: *guest_address, extents, files })
 }
 
-fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
+fn check_file(number: usize, fd: SlowFd) -> anyhow::Result<RamFile> {
     // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system.
     // After that the other calls are safe, too.
     if fcntl_get_seals(&fd).is_err() {
-        return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
+        bail!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)");
     }
-    let page = memfd::check_ram_file(&fd).map_err(|error| format!("RAM file {number}: {error}"))?;
-    let unreadable = |error: &dyn std::fmt::Display| format!("Reading the properties of RAM file {number}: {error}");
-    let flags = fcntl_getfl(&fd).map_err(|error| unreadable(&error))?;
+    let page = memfd::check_ram_file(&fd).with_context(|| format!("RAM file {number}"))?;
+    let unreadable = || format!("Reading the properties of RAM file {number}");
+    let flags = fcntl_getfl(&fd).with_context(unreadable)?;
     if flags & OFlags::RWMODE != OFlags::RDWR {
-        return Err(format!("RAM file {number} is not open for reading and writing"));
+        bail!("RAM file {number} is not open for reading and writing");
     }
-    let size = memfd::size(&fd).map_err(|error| unreadable(&error))?;
-    let id = memfd::file_id(&fd).map_err(|error| unreadable(&error))?;
-    Ok(RamFile { fd: Arc::new(fd.checked()), id, page, size })
+    let size = memfd::size(&fd).with_context(unreadable)?;
+    let id = memfd::file_id(&fd).with_context(unreadable)?;
+    Ok(RamFile { fd: Arc::new(fd), id, page, size })
 }
 
-fn check_uffds(fds: &[SentFd]) -> Result<(), String> {
+fn check_uffds(fds: &[SlowFd]) -> anyhow::Result<()> {
     let mut seen = HashSet::new();
     for (index, fd) in fds.iter().enumerate() {
         check_uffd(index + 1, fd.as_fd())?;
         // Each has an inode of its own since Linux 5.12. Two fault workers that read one would get each other's faults.
-        let id = memfd::file_id(fd).map_err(|error| format!("Looking at userfaultfd {}: {error}", index + 1))?;
+        let id = memfd::file_id(fd).with_context(|| format!("Looking at userfaultfd {}", index + 1))?;
         if !seen.insert(id) {
-            return Err(format!("descriptor {} is a userfaultfd that came before", index + 1));
+            bail!("descriptor {} is a userfaultfd that came before", index + 1);
         }
     }
     Ok(())
 }
 
-fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> Result<(), String> {
+fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> anyhow::Result<()> {
     let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap_or_default();
     if target.as_os_str() != "anon_inode:[userfaultfd]" {
-        return Err(format!("descriptor {number} is {target:?}, not a userfaultfd"));
+        bail!("descriptor {number} is {target:?}, not a userfaultfd");
     }
     // A blocking one polls as an error, and a fault worker that reads it would never notice that it should stop.
     let nonblocking = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
-    nonblocking.map_err(|error| format!("Making the userfaultfd non-blocking: {error}"))
+    nonblocking.context("Making the userfaultfd non-blocking")
 }
 
-fn check_socket(fd: SentFd) -> Result<SentFd, String> {
+fn check_socket(fd: SlowFd) -> anyhow::Result<SlowFd> {
     let is_local = sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX);
     if !is_local || sockopt::socket_type(&fd) != Ok(SocketType::SEQPACKET) {
-        return Err("the descriptor after the userfaultfds is not a sequenced-packet Unix socket".into());
+        bail!("the descriptor after the userfaultfds is not a sequenced-packet Unix socket");
     }
-    // The engine would wait for their close. Later the client may send one, the port of the guest's agent.
-    match scm::has_descriptors(&fd) {
-        Ok(false) => Ok(fd),
-        Ok(true) => Err("descriptors were sent to the control socket".into()),
-        Err(error) => Err(format!("Looking at the control socket: {error}")),
-    }
+    Ok(fd)
 }
 
 #[cfg(test)]
@@ -219,12 +212,10 @@ mod tests {
     use std::os::fd::OwnedFd;
 
     use super::*;
-    use crate::closer::Closer;
 
     #[test]
     fn only_local_sequenced_packet_sockets_are_control_sockets() {
-        let closer = Closer::new();
-        let check = |fd: OwnedFd| check_socket(SentFd::new(fd, 0, closer.clone()));
+        let check = |fd: OwnedFd| check_socket(fd.into());
         let (ours, _theirs) = ballast_sys::scm::pair().expect("pair");
         check(ours).expect("one");
         let (stream, _other) = std::os::unix::net::UnixStream::pair().expect("pair");

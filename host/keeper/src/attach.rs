@@ -9,39 +9,39 @@
 use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
-use ballast_base::Hva;
+use anyhow::{Context, bail};
 use ballast_base::store::FILE_STORE;
 use ballast_base::text::ascii;
 use ballast_base::wire::{self, Attach, KeeperToClient, RegionInfo, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::orders::Order;
 use ballast_sys::memfd;
-use ballast_sys::same_file::same_file;
 
 use crate::admit::{self, Admitted, Escrow, Ram};
-use crate::client::ClientView;
-use crate::clients::FORGET_EVERY;
-use crate::closer::SentFd;
+use crate::client::{Answer, ClientView, Peer};
+use crate::clients::{GONE, NO_VIEW, NO_VM};
 use crate::engine_child::add_view;
 use crate::keeper::Keeper;
-use crate::mappings;
 use crate::options::group_of;
-use crate::regions::{Kin, VmEntry};
+use crate::place::Place;
+use crate::regions::Held;
 use crate::store_files::Files;
-use crate::waiting::{Answer, Made, UNASKED};
+use crate::vms::Vm;
+use crate::waiting::{Made, UNASKED};
+use ballast_sys::slow_fd::SlowFd;
+
+/// Where a process maps which region, by the region's number.
+type Spans = Vec<(Span, u32)>;
 
 impl Keeper {
-    pub(crate) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SentFd>) -> Result<(), String> {
-        let client = self.clients.get(&key).ok_or("this client is gone")?;
-        if client.view.is_some() {
-            return Err("this process is attached already".into());
+    pub(crate) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SlowFd>) -> anyhow::Result<()> {
+        if self.clients.view(key).is_some() {
+            bail!("this process is attached already");
         }
         if self.is_making(key) {
-            return Err("this process is being attached".into());
+            bail!("this process is being attached");
         }
-        self.check_memory(client.uid, attach.regions.iter().map(|region| region.span.len))?;
         let admitted = admit::admit(attach, fds)?;
         // From here on they are read by people.
         let attach = &Attach { vmm: ascii(&attach.vmm), pinned: attach.pinned.as_deref().map(ascii), ..attach.clone() };
@@ -49,8 +49,8 @@ impl Keeper {
         let has_file = admitted.resumed.as_ref().is_some_and(|escrow| escrow.stores.iter().any(is_file));
         let ranges = Ram::ranges(&admitted.ram);
         let is_known = match attach.resume {
-            Some(id) => self.vm(id).is_some(),
-            None => self.vms.iter().any(|vm| vm.has_any(&ranges)),
+            Some(id) => self.vms.get(id).is_some(),
+            None => self.vms.iter().any(|vm| vm.held.has_any(&ranges)),
         };
         if !self.file_stores || has_file || is_known {
             return self.attach_with(key, attach, admitted, None);
@@ -60,22 +60,17 @@ impl Keeper {
     }
 
     /// The VM that this process of this user is, or becomes, a part of.
-    pub(crate) fn known(&self, attach: &Attach, uid: u32, ram: &[Ram]) -> Result<Option<usize>, String> {
+    pub(crate) fn known(&self, attach: &Attach, uid: u32, ram: &[Ram]) -> anyhow::Result<Option<VmId>> {
         if let Some(id) = attach.resume {
-            return Ok(self.vms.iter().position(|vm| vm.state.id() == id));
+            return Ok(self.vms.get(id).map(Vm::id));
         }
-        let kin = self.vms.iter().map(|vm| vm.kin(ram)).enumerate().find(|(_, kin)| *kin != Kin::None);
-        let Some((index, kin)) = kin else { return Ok(None) };
-        let (name, owner) = (self.vms[index].state.name(), self.vms[index].uid);
-        match kin {
-            Kin::Same if uid == 0 || uid == owner => Ok(Some(index)),
-            Kin::Same => {
-                Err(format!("its RAM is that of VM {name:?} of user {owner}, and this process is of user {uid}"))
-            }
-            _ => Err(format!(
-                "a file of its RAM has the device and inode of a RAM file of VM {name:?} and is not proven to be it"
-            )),
+        let ranges = Ram::ranges(ram);
+        let Some(vm) = self.vms.iter().find(|vm| vm.held.has_any(&ranges)) else { return Ok(None) };
+        let (name, owner) = (vm.name(), vm.held.uid());
+        if uid != 0 && uid != owner {
+            bail!("its RAM is that of VM {name:?} of user {owner}, and this process is of user {uid}");
         }
+        Ok(Some(vm.id()))
     }
 
     /// The rest of it: a VM that is new to this keeper gets this file store, or a note of why it has none.
@@ -85,173 +80,181 @@ impl Keeper {
         attach: &Attach,
         admitted: Admitted,
         file_store: Option<Made>,
-    ) -> Result<(), String> {
-        let client = self.clients.get(&key).ok_or("this client is gone")?;
-        let (pid, uid) = (client.pid, client.uid);
-        // Other processes may have come while this one waited.
-        self.check_memory(uid, attach.regions.iter().map(|region| region.span.len))?;
+    ) -> anyhow::Result<()> {
+        let peer = self.clients.peer(key).context(GONE)?;
         let Admitted { uffds, control, ram, resumed } = admitted;
-        let ranges = Ram::ranges(&ram);
-        let is_known = attach.resume.is_some_and(|id| self.vm(id).is_some());
-        let wait = self
-            .must_wait(attach.resume, &ram)
-            .or_else(|| self.must_wait_for_others(uid, attach.resume))
-            .or_else(|| self.must_wait_for_engine(resumed.as_ref().filter(|_| !is_known)?, &ranges));
-        if let Some(why) = wait {
-            self.answer(key, KeeperToClient::Later(why));
+        if let Some(why) = self.must_wait_to_attach(attach.resume, resumed.as_ref(), &ram) {
+            self.clients.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
-        let (index, escrow) = match (self.known(attach, uid, &ram)?, resumed) {
-            (Some(index), resumed) => {
-                self.check_joins(index, resumed.as_ref(), &ram)?;
-                (index, None)
-            }
-            (None, resumed) => {
-                // A VM that returns does not stay away because another user has a file with the numbers of its own.
-                if let Some(other) = self.vms.iter().find(|vm| !matches!(vm.kin(&ram), Kin::None | Kin::Other)) {
-                    return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
-                }
-                let mut entry = match resumed {
-                    Some(files) => self.resume(attach, files, uid)?,
-                    None => {
-                        let extents = attach.regions.iter().map(|region| region.extents.len());
-                        self.check_mappings(uid, mappings::of_vm(extents))?;
-                        self.create(attach, uid, pid)?
-                    }
-                };
-                match file_store {
-                    Some(Ok(_)) if entry.stores.iter().any(|files| files.store() == FILE_STORE) => {}
-                    Some(Ok(files)) => entry.stores.push(Files::file(files)),
-                    // It is served all the same.
-                    Some(Err(error)) => {
-                        let name = entry.state.name();
-                        let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
-                        self.note(name, "spill-unavailable", message);
-                    }
-                    None => {}
-                }
-                // Before any engine serves it: without escrow it could not come back after this keeper's death.
-                let escrow = entry.escrow()?;
-                self.vms.push(entry);
-                (self.vms.len() - 1, Some(escrow))
+        let known = self.known(attach, peer.uid, &ram)?;
+        let (id, spans, escrow) = match known {
+            Some(id) => (id, self.join(id, peer.pid, resumed.as_ref(), ram)?, None),
+            None => {
+                let (id, spans, escrow) = self.admit_vm(attach, peer, resumed, ram, file_store)?;
+                (id, spans, Some(escrow))
             }
         };
-        let is_new = escrow.is_some();
-        let vm = self.vms[index].state.id();
-        if self.views_of(vm).any(|(other, _)| other == pid) {
-            return Err("this process is attached to that VM already".into());
+        let vm = self.vms.get_mut(id).context(NO_VM)?;
+        if let Some(reason) = &attach.pinned {
+            vm.held.pin(reason.clone());
+        }
+        if attach.may_pin {
+            vm.held.set_may_pin();
+        }
+        let (name, stores) = (vm.name(), Files::counts(vm.held.stores()));
+        tracing::info!(vm = name, %id, pid = peer.pid, regions = attach.regions.len(), "attached");
+        let uffds = uffds.into_iter().map(Arc::new).collect();
+        let (uffd_features, control) = (attach.uffd_features, Arc::new(control));
+        self.clients.attach(key, ClientView { vm: id, uffds, uffd_features, control, spans });
+        let Some(escrow) = escrow else { return self.answer_joined(key, id, attach) };
+        // A new VM has no far page. Far pages of a returning VM are registered, and their faults wait.
+        self.search_or_hand_over(id);
+        self.give_escrow(key, &KeeperToClient::Attached { vm: id, stores, is_first: true }, &escrow);
+        Ok(())
+    }
+
+    /// Why a process must wait with this RAM, if it must.
+    fn must_wait_to_attach(&self, resume: Option<VmId>, resumed: Option<&Escrow>, ram: &[Ram]) -> Option<String> {
+        let is_known = resume.is_some_and(|id| self.vms.get(id).is_some());
+        self.vms.must_wait(resume, ram).or_else(|| self.must_wait_for_engine(resumed.filter(|_| !is_known)?))
+    }
+
+    /// A VM is new to this keeper: it was brought back, or no keeper has seen it before. Returns where its process maps
+    /// which region, and the escrow.
+    fn admit_vm(
+        &mut self,
+        attach: &Attach,
+        peer: Peer,
+        resumed: Option<Escrow>,
+        ram: Vec<Ram>,
+        file_store: Option<Made>,
+    ) -> anyhow::Result<(VmId, Spans, Vec<OwnedFd>)> {
+        let ranges = Ram::ranges(&ram);
+        if let Some(other) = self.vms.iter().find(|vm| vm.held.has_any(&ranges)) {
+            bail!("its RAM is that of VM {:?}, which it was not part of", other.name());
+        }
+        let mut vm = match resumed {
+            Some(files) => self.resume(attach, files, peer.uid)?,
+            None => self.create(attach, peer)?,
+        };
+        match file_store {
+            Some(Ok(_)) if vm.held.stores().iter().any(|files| files.store() == FILE_STORE) => {}
+            Some(Ok(files)) => vm.held.add_store(Files::file(files)),
+            // It is served all the same.
+            Some(Err(error)) => {
+                let name = vm.name();
+                let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
+                self.note(name, "spill-unavailable", message);
+            }
+            None => {}
+        }
+        // Before any engine serves it: without escrow it could not come back after this keeper's death.
+        let escrow = vm.held.escrow()?;
+        let spans = vm.held.number(ram, true, &mut Vec::new())?;
+        let id = vm.id();
+        // Only now: until then the engine may write back, and no other process may have the file.
+        self.vms.add(vm);
+        Ok((id, spans, escrow))
+    }
+
+    /// This process is to be one more view of a VM. Returns where it maps which region.
+    fn join(&mut self, id: VmId, pid: u32, resumed: Option<&Escrow>, ram: Vec<Ram>) -> anyhow::Result<Spans> {
+        self.check_joins(id, resumed, &ram)?;
+        if self.clients.views_of(id).any(|(other, _)| other == pid) {
+            bail!("this process is attached to that VM already");
         }
         // Only a process that was part of the VM may bring an unknown region: it was plugged while no keeper ran.
-        let may_add = is_new || attach.resume.is_some();
         let mut added = Vec::new();
-        let spans = self.vms[index].number(ram, may_add, &mut added);
-        if is_new && spans.is_err() {
-            self.vms.pop();
+        let vm = self.vms.get_mut(id).context(NO_VM)?;
+        let spans = vm.held.number(ram, resumed.is_some(), &mut added);
+        // Their addresses come with the view.
+        for number in added {
+            self.tell_region(id, pid, None, number);
         }
-        if !is_new {
-            self.tell_added(vm, pid, &added);
-        }
-        let spans = spans?;
-        // Only now: until then the engine may write back, and no other process may have the file.
-        self.reopened(vm);
-        let numbers = spans.iter().map(|(_, number)| *number).collect();
-        let entry = &mut self.vms[index];
-        if let Some(reason) = &attach.pinned {
-            entry.pinned = Some(reason.clone());
-        }
-        entry.may_pin |= attach.may_pin;
-        let name = entry.state.name();
-        let view = ClientView {
-            vm,
-            uffds: uffds.into_iter().map(Arc::new).collect(),
-            uffd_features: attach.uffd_features,
-            control: Arc::new(control),
-            spans,
-        };
-        let order = add_view(pid, &view, &[], None);
-        self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
-        tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
-        if let Some(escrow) = escrow {
-            // A new VM has no far page. Far pages of a returning VM are registered, and their faults wait.
-            self.search_or_hand_over(vm);
-            let stores = Files::counts(&self.vms[index].stores);
-            self.give_escrow(key, &KeeperToClient::Attached { vm, stores, is_first: true }, &escrow);
-        } else if !self.vms[index].is_handed_over() {
-            // That may take a minute or more, and no fault is served meanwhile.
-            if attach.resume.is_some() {
-                self.answer_attached(key);
-            } else {
-                self.answer_when_served(key, numbers, Answer::Attached)?;
-            }
-            self.tend_vm(vm);
-        } else {
+        spans
+    }
+
+    /// A client has joined a VM: it is told so when it can touch its RAM.
+    fn answer_joined(&mut self, key: u64, id: VmId, attach: &Attach) -> anyhow::Result<()> {
+        let Peer { pid, .. } = self.clients.peer(key).context(GONE)?;
+        let view = self.clients.view(key).context(NO_VIEW)?;
+        let numbers = view.spans.iter().map(|(_, number)| *number).collect();
+        let (add, fds) = add_view(pid, view, &[], None);
+        if self.vms.get(id).is_some_and(|vm| vm.place.is_handed_over()) {
             // A new engine would learn these from OpenVm; the one that runs must be told.
             if let Some(reason) = attach.pinned.clone() {
-                self.order(&Order::Pin { seq: UNASKED, vm, reason }, &[]);
+                self.order(&Order::Pin { seq: UNASKED, vm: id, reason }, &[]);
             }
             if attach.may_pin {
-                self.order(&Order::MayPin { seq: UNASKED, vm }, &[]);
+                self.order(&Order::MayPin { seq: UNASKED, vm: id }, &[]);
             }
-            self.order(&order.0, &order.1);
+            self.order(&add, &fds);
             // Pages may be far already: until its faults are seen, it would read zeros in their place.
+            return self.answer_when_served(key, numbers, Answer::Attached);
+        }
+        // That may take a minute or more, and no fault is served meanwhile.
+        if attach.resume.is_some() {
+            self.answer_attached(key);
+        } else {
             self.answer_when_served(key, numbers, Answer::Attached)?;
         }
+        self.tend_vm(id);
         Ok(())
     }
 
     /// May a process with these descriptors become one more view of the VM?
-    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &[Ram]) -> Result<(), String> {
-        let vm = &self.vms[index];
+    fn check_joins(&self, id: VmId, resumed: Option<&Escrow>, ram: &[Ram]) -> anyhow::Result<()> {
         if let Some(Escrow { state, .. }) = resumed {
             // The VM's own state file proves that it was part of the VM; knowing the id does not.
-            let same = same_file(vm.state.fd(), state);
-            if !same.map_err(|error| format!("Comparing state files: {error}"))? {
-                return Err("the state file is another VM's".into());
+            let [own, theirs] =
+                [self.vms.get(id).context(NO_VM)?.held.state().fd().as_fd(), state.as_fd()].map(memfd::file_id);
+            if own.context("Comparing state files")? != theirs.context("Comparing state files")? {
+                bail!("the state file is another VM's");
             }
         }
-        let is_shared = |kin| kin != Kin::None && (resumed.is_none() || kin != Kin::Other);
-        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && is_shared(entry.kin(ram))) {
-            Some((_, other)) => Err(format!("some of its RAM is that of VM {:?}", other.state.name())),
+        let ranges = Ram::ranges(ram);
+        match self.vms.iter().find(|other| other.id() != id && other.held.has_any(&ranges)) {
+            Some(other) => bail!("some of its RAM is that of VM {:?}", other.name()),
             None => Ok(()),
         }
     }
 
     /// A VM that no keeper has seen before.
-    pub(crate) fn create(&mut self, attach: &Attach, uid: u32, pid: u32) -> Result<VmEntry, String> {
-        if self.has_name(&attach.name) {
-            return Err(format!("a VM named {:?} is attached already", attach.name));
+    pub(crate) fn create(&mut self, attach: &Attach, Peer { pid, uid }: Peer) -> anyhow::Result<Vm> {
+        if self.vms.has_name(&attach.name) {
+            bail!("a VM named {:?} is attached already", attach.name);
         }
-        let mut entry = VmEntry::create(attach, uid, &self.closer)?;
+        let mut held = Held::create(attach, uid)?;
         // Settings are kept by UUID: two VMs that are attached never share one.
-        let twin = self.vms.iter().find(|vm| attach.uuid.is_some() && vm.state.uuid() == attach.uuid);
-        let twin = twin.map(|vm| vm.state.name());
-        entry.state.set_identity(attach.uuid.filter(|_| twin.is_none()), uid, pid);
+        let twin = self.vms.iter().find(|vm| attach.uuid.is_some() && vm.held.state().uuid() == attach.uuid);
+        let twin = twin.map(Vm::name);
+        held.state().set_identity(attach.uuid.filter(|_| twin.is_none()), uid, pid);
         if let (Some(twin), Some(uuid)) = (twin, attach.uuid) {
             let name = attach.name.clone();
             let message = format!("VM {twin} has the UUID {uuid} of VM {name}, which runs without one until its end");
             self.note(name, "uuid-taken", message);
         }
-        entry.at = self.at_for_new();
         if let Some(group) = group_of(&self.groups, &attach.name) {
             let arena = self.group_arena(group, uid)?;
-            entry.stores.push(Files::group(SentFd::new(arena, uid, self.closer.clone()).checked(), entry.state.id())?);
+            held.add_store(Files::group(SlowFd::from(arena), held.state().id())?);
         }
-        Ok(entry)
+        Ok(Vm { held, place: Place::with(self.who_for_new()) })
     }
 
     /// An opening of its own of the arena that this user's VMs of a group have, or of a new one. Any user who may
     /// attach may give a VM any name, so an arena is per user: a name must not give access to others' memory.
-    fn group_arena(&self, group: &str, uid: u32) -> Result<OwnedFd, String> {
-        let say = |error: std::io::Error| format!("Opening the arena of group {group:?}: {error}");
-        let is_of = |vm: &&VmEntry| vm.uid == uid && group_of(&self.groups, &vm.state.name()) == Some(group);
-        let known = self.vms.iter().filter(is_of).find_map(|vm| vm.stores.iter().find_map(Files::group_arena));
+    fn group_arena(&self, group: &str, uid: u32) -> anyhow::Result<OwnedFd> {
+        let opening = || format!("Opening the arena of group {group:?}");
+        let is_of = |vm: &&Vm| vm.held.uid() == uid && group_of(&self.groups, &vm.name()) == Some(group);
+        let known = self.vms.iter().filter(is_of).find_map(|vm| vm.held.stores().iter().find_map(Files::group_arena));
         if let Some(known) = known {
-            return memfd::reopen(known.as_fd(), true).map_err(say);
+            return memfd::reopen(known.as_fd(), true).with_context(opening);
         }
-        let made = arena::create().map_err(say)?;
-        rustix::fs::fchmod(&made, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| say(error.into()))?;
+        let made = arena::create().with_context(opening)?;
+        rustix::fs::fchmod(&made, rustix::fs::Mode::from_raw_mode(0o600)).with_context(opening)?;
         // The opening that made it is another one, which announces no member.
-        memfd::reopen(made.as_fd(), true).map_err(say)
+        memfd::reopen(made.as_fd(), true).with_context(opening)
     }
 
     pub(crate) fn add_region(
@@ -259,106 +262,76 @@ impl Keeper {
         key: u64,
         region: RegionInfo,
         files: u8,
-        fds: Vec<SentFd>,
-    ) -> Result<(), String> {
-        let client = self.clients.get(&key).ok_or("this client is gone")?;
-        let view = client.view.as_ref().ok_or("attach first")?;
-        let (vm, pid, features) = (view.vm, client.pid, view.uffd_features);
-        self.check_memory(client.uid, [region.span.len])?;
+        fds: Vec<SlowFd>,
+    ) -> anyhow::Result<()> {
+        let Peer { pid, .. } = self.clients.peer(key).context(GONE)?;
+        let view = self.clients.view(key).context(NO_VIEW)?;
+        let (vm, features) = (view.vm, view.uffd_features);
         if fds.len() != usize::from(files) {
-            return Err(format!("{} descriptors came with a new region that needs {files}", fds.len()));
+            bail!("{} descriptors came with a new region that needs {files}", fds.len());
         }
         let regions = [region];
         wire::check_regions(&regions, files)?;
         let [RegionInfo { span, .. }] = &regions;
-        wire::check_spans(&view.spans.iter().map(|(span, _)| *span).chain([*span]).collect::<Vec<_>>())?;
+        let spans: Vec<_> = view.spans.iter().map(|(span, _)| *span).chain([*span]).collect();
+        wire::check_spans(&spans)?;
         let taken: Vec<u32> = view.spans.iter().map(|(_, number)| *number).collect();
         let mut ram = admit::check_ram(&regions, fds, features)?;
         let ranges = Ram::ranges(&ram);
-        if self.vms.iter().any(|other| other.state.id() != vm && other.has_any(&ranges)) {
-            return Err(format!("region {} is RAM of another VM", span.hva));
+        if self.vms.iter().any(|other| other.id() != vm && other.held.has_any(&ranges)) {
+            bail!("region {} is RAM of another VM", span.hva);
         }
-        if let Some(why) = self.must_wait(Some(vm), &ram) {
-            self.answer(key, KeeperToClient::Later(why));
+        if let Some(why) = self.vms.must_wait(Some(vm), &ram) {
+            self.clients.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
-        let ram = ram.pop().ok_or("a region is needed")?;
+        let ram = ram.pop().context("a region is needed")?;
         let unplugs = self.unplugs_of(vm);
-        let entry = self.entry_of(key)?;
-        entry.check_files(&ram)?;
+        let held = &mut self.vm_of(key)?.held;
         // Another view may have brought the region already.
-        let known = entry.find(&ram, &[]);
+        let known = held.find(&ram, &[]);
         if known.is_some_and(|number| taken.contains(&number)) {
-            return Err(format!("region {} is mapped by this process already", span.hva));
+            bail!("region {} is mapped by this process already", span.hva);
         }
         if unplugs.iter().any(|(.., unplugged)| known == Some(*unplugged)) {
-            self.answer(key, KeeperToClient::Later("this RAM is about to be unplugged".into()));
+            self.clients.answer(key, KeeperToClient::Later("this RAM is about to be unplugged".into()));
             return Ok(());
         }
         let number = match known {
             Some(number) => number,
-            None => {
-                let (uid, more) = (entry.uid, mappings::of_regions([ram.extents.list().len()]));
-                self.check_mappings(uid, more)?;
-                self.entry_of(key)?.append(&ram)?
-            }
+            None => self.vm_of(key)?.held.append(&ram)?,
         };
-        let entry = self.entry_of(key)?;
-        entry.bring(number, ram.files);
-        if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
-            view.spans.push((*span, number));
-        }
+        self.vm_of(key)?.held.bring(number, ram.files);
+        self.clients.map(key, *span, number);
         self.tell_region(vm, pid, Some(*span), number);
         if known.is_some() {
             // Pages of it may be far already, as for a process that attaches to a VM that is there.
             return self.answer_when_served(key, vec![number], Answer::Ok);
         }
-        self.answer(key, KeeperToClient::Ok);
+        self.clients.answer(key, KeeperToClient::Ok);
         Ok(())
     }
 
-    /// Tell the engine that runs about regions a view brought with it; their addresses come with the view.
-    fn tell_added(&mut self, vm: VmId, pid: u32, added: &[u32]) {
-        for number in added {
-            self.tell_region(vm, pid, None, *number);
-        }
-    }
-
+    /// Tell the engine that runs about a region.
     fn tell_region(&mut self, vm: VmId, pid: u32, span: Option<Span>, number: u32) {
-        let Some(entry) = self.vm(vm).filter(|vm| vm.is_handed_over()) else { return };
-        let Some(files) = entry.ram.get(number as usize).and_then(Option::as_ref) else { return };
-        let fds: Vec<_> = files.iter().map(|(fd, _)| fd.clone()).collect();
-        self.order(&Order::AddRegion { vm, pid, span, number, files: fds.len() as u8 }, &fds);
-    }
-
-    pub(crate) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {
-        let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
-        let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
-        view.spans.remove(at);
-        self.forget_removed(vm, Instant::now());
-    }
-
-    /// Drop the files of regions that the engine has removed and that no process has. An engine that has not opened the
-    /// VM, or that another process still has them from, did not remove them: the one that opens the VM next needs them.
-    pub(crate) fn forget_removed(&mut self, id: VmId, now: Instant) {
-        let had: HashSet<u32> =
-            self.views_of(id).flat_map(|(_, view)| view.spans.iter().map(|(_, number)| *number)).collect();
-        let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == id) else { return };
-        entry.looks_at = Some(now + FORGET_EVERY);
-        for ((number, record), ram) in (0..).zip(entry.state.regions()).zip(&mut entry.ram) {
-            if record.removed && !had.contains(&number) {
-                *ram = None;
-            }
+        let vm = self.vms.get(vm).filter(|vm| vm.place.is_handed_over());
+        if let Some((order, fds)) = vm.and_then(|vm| vm.held.add_region(pid, span, number)) {
+            self.order(&order, &fds);
         }
     }
 
-    pub(crate) fn vm(&self, id: VmId) -> Option<&VmEntry> {
-        self.vms.iter().find(|vm| vm.state.id() == id)
+    /// Drop the files of regions that the engine has removed and that no process has.
+    pub(crate) fn forget_removed(&mut self, id: VmId) {
+        let numbers = self.clients.views_of(id).flat_map(|(_, view)| view.spans.iter().map(|(_, number)| *number));
+        let has: HashSet<u32> = numbers.collect();
+        if let Some(vm) = self.vms.get_mut(id) {
+            vm.held.forget_removed(&has);
+        }
     }
 
     /// The VM this client is attached to.
-    pub(crate) fn entry_of(&mut self, key: u64) -> Result<&mut VmEntry, String> {
-        let id = self.clients.get(&key).and_then(|client| client.view.as_ref()).ok_or("attach first")?.vm;
-        self.vms.iter_mut().find(|vm| vm.state.id() == id).ok_or_else(|| "the VM is gone".into())
+    pub(crate) fn vm_of(&mut self, key: u64) -> anyhow::Result<&mut Vm> {
+        let id = self.clients.view(key).context(NO_VIEW)?.vm;
+        self.vms.get_mut(id).context(NO_VM)
     }
 }

@@ -1,25 +1,27 @@
 //! An engine from its keeper's side: a child, a socket, pings, and the orders that it has not taken.
 //!
-//! Before: `engine_child` starts one. After: it gets orders, and the keeper knows whether it is alive.
+//! Before: `engines` starts one. After: it gets orders, and the keeper knows whether it is alive.
 //! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_base::wire;
+use ballast_handover::kept::KeptEngine;
 use ballast_handover::orders::Order;
 use ballast_sys::process::Process;
-use ballast_sys::scm;
-use ballast_sys::spawn::{Child, Starter};
+use ballast_sys::scm::{self, Received};
+use ballast_sys::spawn::Child;
 use rustix::event::PollFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::closer::SentFd;
 use crate::program::Program;
+use crate::taken;
+use ballast_sys::slow_fd::SlowFd;
 
 /// Time between pings to the engine.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -28,20 +30,23 @@ const SILENCE: u32 = 15;
 /// Most replies before it serves. Opening a VM takes seconds at most; an engine that does not serve after ten minutes
 /// is in a deadlock.
 const STARTING: u32 = 600;
+/// How long the API of a new engine waits for VMs that threads of dead engines still use. They take milliseconds, or as
+/// long as the kernel takes.
+pub const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Does the engine still reply? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
 /// or a host that slept, has gone without a reply for one round, not for sixty.
 #[derive(Debug)]
-pub(crate) struct Pulse {
-    pub asked: Instant,
+struct Pulse {
+    asked: Instant,
     /// Rounds since the last sign of life.
-    pub silent: u32,
+    silent: u32,
     /// Rounds since the start, until it serves.
-    pub starting: Option<u32>,
+    starting: Option<u32>,
 }
 
 #[derive(Debug, PartialEq)]
-pub(crate) enum Beat {
+enum Beat {
     /// It is not time yet.
     Rest,
     Ask,
@@ -49,11 +54,11 @@ pub(crate) enum Beat {
 }
 
 impl Pulse {
-    pub fn new(now: Instant) -> Self {
+    fn new(now: Instant) -> Self {
         Self { asked: now, silent: 0, starting: Some(0) }
     }
 
-    pub fn beat(&mut self, now: Instant) -> Beat {
+    fn beat(&mut self, now: Instant) -> Beat {
         if now.saturating_duration_since(self.asked) < PING_EVERY {
             return Beat::Rest;
         }
@@ -81,28 +86,35 @@ pub enum Who {
     Next,
 }
 
+/// The state of an engine, as its pings show it.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Health {
+    Alive,
+    /// It does not answer, or does not begin to serve.
+    Silent(&'static str),
+    Dead,
+}
+
 /// An engine that runs.
-pub struct Engine {
-    /// Its pidfd is readable when it is dead.
-    pub child: Child,
-    pub process: Process,
+pub(crate) struct Engine {
+    child: Child,
+    process: Process,
     /// The other end is its standard input.
-    pub socket: OwnedFd,
-    pub pulse: Pulse,
+    socket: OwnedFd,
+    pulse: Pulse,
     /// Orders that it has not taken yet.
-    pub orders: VecDeque<(Vec<u8>, Vec<Arc<SentFd>>)>,
+    orders: VecDeque<(Vec<u8>, Vec<Arc<SlowFd>>)>,
     /// The kernel has no space for the next order, and does not report when it has.
-    pub starved: bool,
+    starved: bool,
     /// Why it was killed, if it was.
-    pub killed: Option<&'static str>,
-    pub begun: Instant,
+    killed: Option<&'static str>,
+    begun: Instant,
     /// It was told that it has all VMs.
-    pub told_to_serve: bool,
+    told_to_serve: bool,
 }
 
 impl Engine {
-    /// One that has just been started.
-    pub fn new(child: Child, process: Process, socket: OwnedFd) -> Self {
+    fn new(child: Child, process: Process, socket: OwnedFd) -> Self {
         Self {
             child,
             process,
@@ -116,18 +128,108 @@ impl Engine {
         }
     }
 
-    /// Does it answer, also operators?
-    pub fn serves(&self) -> bool {
-        self.pulse.starting.is_none() && self.told_to_serve
+    /// Starts one of this program.
+    pub fn start(program: &Program) -> anyhow::Result<Self> {
+        let (ours, theirs) = scm::pair().context("Making a socket")?;
+        rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
+        let child = program
+            .start(&["engine"], theirs.as_fd())
+            .with_context(|| format!("Running {} engine", program.path().display()))?;
+        let known = Process::find(child.id()).context("Reading the engine's start time");
+        match known.and_then(|process| process.context("The engine has no start time")) {
+            Ok(process) => Ok(Self::new(child, process, ours)),
+            Err(error) => {
+                // A later keeper could not tell this engine from others, so it must not be given a VM.
+                let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
+                Err(error)
+            }
+        }
     }
 
-    /// The events to wait for on its socket.
-    pub fn interest(&self) -> PollFlags {
-        if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
+    /// The one of this record, which serves.
+    pub fn of(kept: &KeptEngine) -> anyhow::Result<Self> {
+        let KeptEngine { pid, start, pidfd, socket } = *kept;
+        let mut engine = Self::new(taken::child(pid, pidfd)?, Process { pid, start }, taken::fd(socket)?);
+        (engine.told_to_serve, engine.pulse.starting) = (true, None);
+        Ok(engine)
+    }
+
+    /// The record of it.
+    pub fn kept(&self) -> KeptEngine {
+        let Process { pid, start } = self.process;
+        let [pidfd, socket] = [self.child.pidfd(), self.socket.as_fd()].map(|fd| fd.as_raw_fd());
+        KeptEngine { pid, start, pidfd, socket }
+    }
+
+    pub fn process(&self) -> Process {
+        self.process
+    }
+
+    /// Readable when it is dead.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.child.pidfd()
+    }
+
+    /// Its socket, and the events to wait for.
+    pub fn interest(&self) -> (BorrowedFd<'_>, PollFlags) {
+        let waits = self.has_orders() && !self.starved;
+        (self.socket.as_fd(), if waits { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN })
+    }
+
+    /// Are there orders that it has not taken?
+    pub fn has_orders(&self) -> bool {
+        !self.orders.is_empty()
+    }
+
+    /// Has it not said yet that it serves?
+    pub fn is_starting(&self) -> bool {
+        self.pulse.starting.is_some()
+    }
+
+    /// Does it answer, also operators?
+    pub fn serves(&self) -> bool {
+        !self.is_starting() && self.told_to_serve
+    }
+
+    /// It has said that it serves.
+    pub fn has_started(&mut self) {
+        self.pulse.starting = None;
+    }
+
+    /// Tell it to serve, if it was not told: when it has been given all VMs, or that takes long.
+    pub fn serve(&mut self, has_all: bool) {
+        if !self.told_to_serve && (has_all || self.begun.elapsed() > SERVE_TIMEOUT) {
+            self.told_to_serve = true;
+            self.give(&Order::Serve, &[]);
+        }
+    }
+
+    /// Ask whether it is there, if it is time, and give it the orders that it did not take.
+    pub fn keep(&mut self, now: Instant) -> Health {
+        let beat = self.pulse.beat(now);
+        // Its pidfd is not readable while the kernel keeps one of its threads. That delays one VM, not all.
+        if beat != Beat::Rest && (self.killed.is_some() || self.process.is_dying()) {
+            return Health::Dead;
+        }
+        // With orders waiting, a ping would only make the queue longer, and replies are missing anyway.
+        if beat == Beat::Ask && !self.has_orders() {
+            self.give(&Order::Ping, &[]);
+        }
+        if self.starved {
+            self.flush();
+        }
+        if let Beat::Dead(how) = beat { Health::Silent(how) } else { Health::Alive }
+    }
+
+    /// Its next message.
+    pub fn hear(&mut self) -> Option<Received> {
+        let received = scm::receive(&self.socket).ok().flatten()?;
+        self.pulse.silent = 0;
+        Some(received)
     }
 
     /// Give it an order: now, or as soon as it takes it.
-    pub fn give(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
+    pub fn give(&mut self, order: &Order, fds: &[Arc<SlowFd>]) {
         self.orders.push_back((wire::encode(order), fds.to_vec()));
         if self.orders.len() == 1 {
             self.flush();
@@ -159,30 +261,38 @@ impl Engine {
             self.orders.pop_front();
         }
     }
-}
 
-/// Start an engine.
-pub(crate) fn spawn(starter: &mut Starter, program: &Program) -> anyhow::Result<Engine> {
-    let (ours, theirs) = scm::pair().context("Making a socket")?;
-    rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
-    let child = program
-        .start(starter, &["engine"], theirs.as_fd())
-        .with_context(|| format!("Running {} engine", program.path().display()))?;
-    let known = Process::find(child.id()).context("Reading the engine's start time");
-    let process = match known.and_then(|process| process.context("The engine has no start time")) {
-        Ok(process) => process,
-        Err(error) => {
-            // A later keeper could not tell this engine from others, so it must not be given a VM.
-            let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
-            return Err(error);
-        }
-    };
-    Ok(Engine::new(child, process, ours))
+    /// Kill it. Its pidfd tells when it is dead, or the next round.
+    pub fn kill(&mut self, how: &'static str) {
+        let _ = pidfd_send_signal(self.child.pidfd(), Signal::KILL);
+        self.killed = Some(how);
+    }
+
+    /// Has it ended? If so, it is reaped.
+    pub fn is_reaped(&self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Why it was killed, if it was, and how it ended. If it has ended, it is reaped.
+    pub fn end(&self) -> String {
+        let status = match self.child.try_wait() {
+            Ok(Some(status)) => status.to_string(),
+            Ok(None) => "the kernel keeps threads of it".into(),
+            Err(error) => error.to_string(),
+        };
+        format!("{} ({status})", self.killed.unwrap_or("died"))
+    }
+
+    /// Its process, to be reaped.
+    pub fn into_child(self) -> Child {
+        self.child
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_testkit::program::install_script;
 
     #[test]
     fn a_keeper_that_slept_counts_one_round_however_long_it_slept() {
@@ -214,5 +324,27 @@ mod tests {
         assert_eq!((0..).take_while(|_| answering(&mut pulse)).count(), left);
         pulse.starting = None;
         assert!((0..2 * STARTING).all(|_| answering(&mut pulse)), "one that serves and answers is left alone");
+    }
+
+    #[test]
+    fn an_engine_that_takes_no_orders_does_not_hold_up_its_keeper_and_gets_them_all_in_the_end() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let path = dir.path().join("engine");
+        install_script(&path, "exec sleep 1000");
+        // A shell opens its script by the program's descriptor, which must be open for as long.
+        let program = Program::at(path).expect("a program");
+        let mut engine = Engine::start(&program).expect("started");
+        let note = |number: u32| Order::Note { vm: None, kind: "test".into(), message: number.to_string() };
+        // The kernel's queue holds a few hundred at most.
+        for number in 0..5000 {
+            engine.give(&note(number), &[]);
+        }
+        let waiting = engine.orders.len();
+        assert!(waiting > 0 && engine.interest().1.contains(PollFlags::OUT));
+        engine.flush();
+        assert_eq!(engine.orders.len(), waiting);
+        let last = wire::decode::<Order>(&engine.orders[waiting - 1].0).expect("an order");
+        assert_eq!(last, note(4999));
+        engine.kill("is not needed any more");
     }
 }

@@ -8,6 +8,7 @@
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::Attach;
+use ballast_handover::failure::Failure;
 
 use crate::admit::Admitted;
 use crate::keeper::Keeper;
@@ -24,20 +25,16 @@ impl Keeper {
 
     /// Have a file store made for this attach.
     pub(crate) fn make_file_store(&mut self, client: u64, attach: &Attach, admitted: Admitted) {
-        let seq = self.next_seq;
-        self.next_seq += 1;
+        let seq = self.engines.number();
         let making = Making { seq, client, attach: attach.clone(), admitted, since: Instant::now() };
         self.order(&making.order(), &[]);
         self.making.push(making);
     }
 
     /// The engine made one, or could not: continue with the attach.
-    pub(crate) fn made(&mut self, seq: u64, made: impl FnOnce(u32) -> Made) {
+    pub(crate) fn made(&mut self, seq: u64, made: Made) {
         let waiting = self.making.iter().position(|making| making.seq == seq);
-        let waiting = waiting.map(|at| self.making.remove(at));
-        let uid = waiting.as_ref().and_then(|making| self.clients.get(&making.client)).map(|client| client.uid);
-        let made = made(uid.unwrap_or(0));
-        if let (Some(making), Some(_)) = (waiting, uid) {
+        if let Some(making) = waiting.map(|at| self.making.remove(at)) {
             self.go_on(making, made);
         }
     }
@@ -46,16 +43,16 @@ impl Keeper {
     pub(crate) fn tend_making(&mut self) {
         while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > MAKE_TIMEOUT) {
             let making = self.making.remove(at);
-            self.go_on(making, Err(format!("the engine made none within {MAKE_TIMEOUT:?}")));
+            self.go_on(making, Err(Failure::new(format_args!("the engine made none within {MAKE_TIMEOUT:?}"))));
         }
     }
 
     /// Its client may be gone by now.
     fn go_on(&mut self, Making { client, attach, admitted, .. }: Making, made: Made) {
-        if self.clients.contains_key(&client)
-            && let Err(reason) = self.attach_with(client, &attach, admitted, Some(made))
+        if self.clients.peer(client).is_some()
+            && let Err(why) = self.attach_with(client, &attach, admitted, Some(made))
         {
-            self.refuse(client, reason);
+            self.refuse(client, &why);
         }
     }
 }

@@ -8,13 +8,16 @@
 use std::time::Instant;
 
 use ballast_base::wire::VmId;
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::Order;
 use ballast_sys::clock;
 
+use crate::engine::Who;
 use crate::keeper::Keeper;
-use crate::regions::{At, VmEntry};
+use crate::place::At;
 use crate::stage::Stage;
 use crate::upgrading::Asked;
+use crate::vms::Vm;
 use crate::waiting::UNASKED;
 
 /// VMs that move at once. Few, because each waits for the others of its group; more than one, because one may wait for
@@ -24,19 +27,20 @@ const AT_ONCE: usize = 4;
 impl Keeper {
     /// Have the old engine release some more VMs, so that they can move; when none is left, the new engine serves.
     pub(crate) fn move_some(&mut self) {
-        let Some(upgrade) = &self.upgrade else { return };
-        let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
-        let closing = self.closing.iter().filter(|closing| closing.entry.state.leaving().is_some()).count();
-        let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count() + closing;
-        let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
+        let Some(stage) = self.upgrades.stage() else { return };
+        let moving = self.vms.iter().filter(|vm| vm.place.is_moving()).count();
+        let closing = self.vms.closing().filter(|closing| closing.vm.leaving().is_some()).count();
+        let busy = self.upgrades.opening().count() + moving + closing;
+        let stay = self.vms.iter().filter(|vm| vm.place.at() == At::Engine && vm.place.is_handed_over()).map(Vm::id);
+        let has_started = self.engines.get(Who::Next).is_some_and(|next| !next.is_starting());
         let next: Vec<_> = stay.take(AT_ONCE.saturating_sub(busy)).collect();
-        if next.is_empty() && busy == 0 && (upgrade.stage == Stage::Moving || upgrade.serves) {
+        if next.is_empty() && busy == 0 && (stage == Stage::Moving || has_started) {
             return self.upgrade_goes_on();
         }
         for vm in next {
             let seq = self.ask(Asked::ServeFaults(vm));
-            if let Some(entry) = self.entry(vm) {
-                entry.at = At::Resting(seq);
+            if let Some(vm) = self.vms.get_mut(vm) {
+                vm.place.rest(seq);
             }
             self.order(&Order::ServeFaults { seq, vm }, &[]);
         }
@@ -45,24 +49,16 @@ impl Keeper {
     /// Have the old engine close this VM before the new one opens it.
     fn part(&mut self, vm: VmId) {
         let seq = self.ask(Asked::Part(vm));
-        if let Some(entry) = self.entry(vm) {
-            entry.at = At::Parting(Instant::now(), seq);
+        if let Some(vm) = self.vms.get_mut(vm) {
+            vm.place.part(seq);
         }
         self.order(&Order::HandOver { seq, vm }, &[]);
     }
 
     /// The old engine has closed this VM: the new one gets it.
     pub(crate) fn move_on(&mut self, vm: VmId, seq: u64) {
-        let Some(entry) = self.entry(vm) else { return };
-        // The VM may have gone and come back meanwhile.
-        let since = match entry.at {
-            At::Parting(since, by) if by == seq => since,
-            _ => return,
-        };
-        entry.at = At::Next;
-        if let Some(upgrade) = &mut self.upgrade {
-            upgrade.opening.insert(vm, since);
-        }
+        let Some(since) = self.vms.get_mut(vm).and_then(|vm| vm.place.parted(seq)) else { return };
+        self.upgrades.opens(vm, since);
         self.give_to_next(vm, Some(since));
     }
 
@@ -70,54 +66,42 @@ impl Keeper {
     fn give_to_next(&mut self, vm: VmId, since: Option<Instant>) {
         self.hand_over(vm, since.map(clock::monotonic_ns_at));
         let seq = self.ask(Asked::Opened(vm));
-        if let Some(entry) = self.entry(vm) {
-            entry.question = Some(seq);
+        if let Some(vm) = self.vms.get_mut(vm) {
+            vm.place.ask(seq);
         }
-        self.order_next(&Order::Tell { seq, vm }, &[]);
+        self.engines.give(Who::Next, &Order::Tell { seq, vm }, &[]);
     }
 
     /// The old engine only serves this VM's faults now, so the new one does so, too; or the old one cannot.
-    pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
-        // The VM may have gone and come back meanwhile.
-        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Resting(seq)) else { return };
+    pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), Failure>) {
+        let Some(entry) = self.vms.get_mut(vm).filter(|vm| vm.place.at() == At::Resting(seq)) else { return };
         if let Err(why) = result {
-            tracing::info!("VM {} is served by no engine while it moves: {why}", entry.state.name());
-            entry.at = At::Engine;
+            tracing::info!("VM {} is served by no engine while it moves: {why}", entry.name());
             return self.part(vm);
         }
-        entry.at = At::Both;
+        entry.place.share();
         tracing::debug!(%vm, "two engines are to serve it");
-        if let Some(upgrade) = &mut self.upgrade {
-            upgrade.both.insert(vm, Instant::now());
-        }
+        self.upgrades.shares(vm);
         self.give_to_next(vm, None);
     }
 
     /// The new engine has opened this VM, or could not.
-    pub(crate) fn opened_by_next(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
-        let entry = self.vms.iter().find(|entry| entry.state.id() == vm);
+    pub(crate) fn opened_by_next(&mut self, vm: VmId, seq: u64, result: &Result<(), Failure>) {
         let name = self.called(vm);
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let since = upgrade.opening.remove(&vm);
+        let since = self.upgrades.opened(vm);
         // A VM that is gone was closed in turn. One that has returned was closed and is opened again: the reply is
         // about the first opening.
-        let Some(entry) = entry.filter(|entry| entry.question == Some(seq)) else { return };
-        let is_complete = !upgrade.incomplete.contains(&vm);
-        match result {
-            Err(why) if is_complete => return self.upgrade_fails(&format!("it could not serve {name}: {why}")),
-            // Its report is not the only evidence.
-            Ok(()) if !entry.is_opened_since_named() => {
-                return self.upgrade_fails(&format!("it said that it serves {name}, and has not opened it"));
-            }
-            _ => {}
+        let Some(entry) = self.vms.get(vm).filter(|vm| vm.place.is_asked(seq)) else { return };
+        if let Err(why) = result
+            && self.upgrades.is_whole(vm)
+        {
+            return self.upgrade_fails(&format!("it could not serve {name}: {why}"));
         }
-        if entry.at == At::Both {
+        if entry.place.at() == At::Both {
             tracing::debug!(%vm, "two engines serve it");
             return self.leave_to_next(vm);
         }
-        upgrade.shown.moved += 1;
-        let gap = since.map_or(0, |since| since.elapsed().as_micros() as u64);
-        upgrade.shown.longest_gap_us = upgrade.shown.longest_gap_us.max(gap);
+        self.upgrades.moved(since);
         self.show_upgrade();
         // Those that failed meanwhile.
         self.order_pending(vm);
@@ -126,53 +110,48 @@ impl Keeper {
     /// The new engine serves this VM as well: the old one closes it.
     pub(crate) fn leave_to_next(&mut self, vm: VmId) {
         let seq = self.ask(Asked::Leave(vm));
-        if let Some(engine) = &mut self.engine {
-            engine.give(&Order::HandOver { seq, vm }, &[]);
-        }
+        self.engines.give(Who::Engine, &Order::HandOver { seq, vm }, &[]);
     }
 
     /// The old engine has closed a VM that the new one serves.
     pub(crate) fn left_to_next(&mut self, vm: VmId) {
-        if let Some(closing) = self.closing.iter().find(|closing| closing.entry.state.id() == vm) {
-            closing.entry.state.has_left();
+        let closing = self.vms.closing().find(|closing| closing.vm.id() == vm);
+        if closing.map(|closing| closing.vm.held.state().has_left()).is_some() {
             self.tend_closing();
         }
-        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Both) else { return };
-        entry.at = At::Next;
-        entry.state.has_left();
-        tracing::debug!(%vm, "the one that left has closed it");
-        self.order_next(&Order::Alone { vm }, &[]);
-        self.order_pending(vm);
-        if let Some(upgrade) = &mut self.upgrade {
-            upgrade.shown.moved += 1;
-            let took_us = upgrade.both.remove(&vm).map_or(0, |since| since.elapsed().as_micros() as u64);
-            upgrade.shown.longest_switch_us = upgrade.shown.longest_switch_us.max(took_us);
+        let Some(entry) = self.vms.get_mut(vm) else { return };
+        if !entry.place.left() {
+            return;
         }
+        entry.held.state().has_left();
+        tracing::debug!(%vm, "the one that left has closed it");
+        self.engines.give(Who::Next, &Order::Alone { vm }, &[]);
+        self.order_pending(vm);
+        self.upgrades.left(vm);
         self.show_upgrade();
     }
 
     /// The old engine gets back the VMs of the new one, and those it was about to release.
     pub(crate) fn take_back(&mut self) {
         let (mut back, mut open) = (Vec::new(), Vec::new());
-        for entry in &mut self.vms {
-            let since = match entry.at {
+        for vm in self.vms.iter_mut() {
+            let since = match vm.place.go_back() {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
                 // VMs that both have are served by the old one until it can open them again (`hand_over`).
                 At::Both | At::Next => Instant::now(),
                 At::Resting(_) => {
-                    open.push(entry.state.id());
+                    open.push(vm.id());
                     Instant::now()
                 }
             };
-            entry.at = At::Engine;
-            back.push((entry.state.id(), since));
+            back.push((vm.id(), since));
         }
         for (vm, _) in &back {
             self.ask_again(*vm);
         }
-        for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
-            closing.entry.at = At::Engine;
+        for closing in self.vms.closing_mut().filter(|closing| closing.vm.place.who() == Who::Next) {
+            closing.vm.place.go_back();
             closing.take_back();
         }
         for vm in open {
@@ -188,16 +167,6 @@ impl Keeper {
     /// Orders that clients of this VM wait for get new numbers, because an engine may still report the old ones as
     /// aborted.
     pub(crate) fn ask_again(&mut self, vm: VmId) {
-        let asked = self.pending.iter().filter(|(_, asked)| asked.order.vm() == Some(vm));
-        for seq in asked.map(|(seq, _)| *seq).collect::<Vec<_>>() {
-            let Some(mut asked) = self.pending.remove(&seq) else { continue };
-            let seq = self.seq();
-            asked.order.number(seq);
-            self.pending.insert(seq, asked);
-        }
-    }
-
-    fn entry(&mut self, vm: VmId) -> Option<&mut VmEntry> {
-        self.vms.iter_mut().find(|entry| entry.state.id() == vm)
+        self.clients.number_again(vm, || self.engines.number());
     }
 }

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ballast_sys::spawn::{Child, Starter};
+use ballast_sys::spawn::Child;
 use rustix::fs::{Mode, OFlags};
 
 /// A program.
@@ -50,10 +50,10 @@ impl Program {
     }
 
     /// Start it.
-    pub fn start(&self, starter: &mut Starter, args: &[&str], stdin: BorrowedFd<'_>) -> std::io::Result<Child> {
-        // The child has none of our descriptors.
+    pub fn start(&self, args: &[&str], stdin: BorrowedFd<'_>) -> std::io::Result<Child> {
+        // The path of a script's interpreter, too, which has none of our descriptors.
         let file = format!("/proc/{}/fd/{}", std::process::id(), self.number());
-        starter.start_as(Path::new(&file), &self.path, args, stdin)
+        Child::start(Path::new(&file), &self.path, args, stdin)
     }
 }
 
@@ -81,10 +81,9 @@ mod tests {
         assert!(!first.is_file_of(&second) && first.path() == second.path());
         std::fs::remove_file(&path).expect("remove");
         Program::at(path.clone()).expect_err("it is gone");
-        let mut starter = Starter::new().expect("a starter");
         for (program, says) in [(&first, "first engine"), (&second, "second engine"), (&first, "first engine")] {
             let (ours, theirs) = scm::pair().expect("a pair");
-            program.start(&mut starter, &["engine"], theirs.as_fd()).expect("started");
+            program.start(&["engine"], theirs.as_fd()).expect("started");
             let said = scm::receive(&ours).expect("received").expect("open");
             assert_eq!(String::from_utf8_lossy(&said.bytes), says);
         }

@@ -1,201 +1,229 @@
-//! A VM as the keeper holds it: its state file, its arena, its file store, and the descriptors of its regions.
+//! The files of a VM as the keeper holds them: its state file, its arena, its file store, and those of its regions.
 //!
 //! Before: an attach was admitted. After: every region of a client has its number in the state file.
-//! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
+//! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever. No engine
+//! gets the files to open them before the state file names it, nor while an engine that is not ours may change them.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
+use anyhow::{Context, bail};
 use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::wire::{Attach, MAX_FILES, Span, VmId};
 use ballast_handover::arena;
+use ballast_handover::kept::{KeptVm, Number};
+use ballast_handover::orders::Order;
 use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
-use ballast_sys::same_file::same_file;
 
 use crate::admit::Ram;
-use crate::closer::{Closer, SentFd};
-use crate::losses::Losses;
-use crate::lost::Search;
+use crate::fence::{self, Left};
 use crate::store_files::Files;
+use crate::taken;
+use ballast_sys::slow_fd::SlowFd;
 
-/// A VM.
-pub struct VmEntry {
+/// The files of a VM.
+pub(crate) struct Held {
     /// The state file, which outlives engines.
-    pub state: StateFile,
+    state: StateFile,
     /// The same file, for the engine.
-    file: Arc<SentFd>,
+    file: Arc<SlowFd>,
     /// The files of its stores.
-    pub stores: Vec<Files>,
+    stores: Vec<Files>,
     /// The files of each region, by its number; `None` for one that was unplugged, or that no process has brought back
     /// yet.
-    pub ram: Vec<Option<RamFiles>>,
+    ram: Vec<Option<RamFiles>>,
     /// Its user.
-    pub uid: u32,
+    uid: u32,
     /// The VMM program.
-    pub vmm: String,
+    vmm: String,
     /// Why nothing may be reclaimed.
-    pub pinned: Option<String>,
+    pinned: Option<String>,
     /// See [`Attach::may_pin`].
-    pub may_pin: bool,
-    /// When the files of regions are looked for that were unplugged and that no process has any more. `None`: no region
-    /// of it was ever unplugged, and no process of several has ended.
-    pub looks_at: Option<Instant>,
-    /// Set while some of its regions are missing: no engine has it then.
-    pub search: Option<Search>,
-    /// Which engine has it, if one has.
-    pub at: At,
-    /// How many engines had opened it when the last one was named.
-    pub named_at: u64,
-    /// Set while a thread of its last, dead engine may still change it: no other engine has it then.
-    pub fenced: Option<Fenced>,
-    /// The number of the last question to an upgrade's new engine about this VM. The reply to an earlier question is
-    /// about the VM before its processes went and attached again.
-    pub question: Option<u64>,
-    /// Its engine lacked something for it, and is to open it again.
-    pub lost: Option<Lost>,
-    /// How often that was so.
-    pub losses: Losses,
-    /// Control sockets of processes that are gone, which the engine may have still.
-    gone: VecDeque<Arc<SentFd>>,
+    may_pin: bool,
 }
 
-/// Control sockets that are kept. An engine has closed older ones, or hangs with the VM.
-const MOST_GONE: usize = 16;
-
-/// The engine lacked something for a VM.
-pub struct Lost {
-    /// When it is given the VM again.
-    pub again_at: Instant,
-    /// Since when a process of it is not served, on the monotonic clock.
-    pub unserved_since_ns: u64,
-}
-
-/// The engine that has a VM, or will get it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum At {
-    /// The keeper's engine.
-    Engine,
-    /// This order tells the keeper's engine to do nothing for it any more except to serve its faults.
-    Resting(u64),
-    /// The keeper's engine serves its faults, and so does the next one, which has it when the first has closed it.
-    Both,
-    /// The keeper's engine closes it: since when, and by which order. The next engine gets it then.
-    Parting(Instant, u64),
-    /// The next engine.
-    Next,
-}
-
-/// What a newcomer's RAM is to a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kin {
-    /// No byte of it has the numbers (device, inode, offset) of one of the VM's.
-    None,
-    /// Some of its files are the VM's.
-    Same,
-    /// It has a file with the numbers of one of the VM's, and that is another file.
-    Other,
-    /// It has a file with the numbers of one of the VM's, which no process has brought back, or which cannot be
-    /// compared.
-    Unknown,
-}
+/// An order and its descriptors.
+pub(crate) type Given = (Order, Vec<Arc<SlowFd>>);
 
 /// The files of a region.
-pub type RamFiles = Vec<(Arc<SentFd>, FileId)>;
+pub type RamFiles = Vec<(Arc<SlowFd>, FileId)>;
 
-/// A VM that waits for the end of its last engine.
-pub struct Fenced {
-    pub since: Instant,
-    /// Since when no engine serves it, on the monotonic clock.
-    pub unserved_since_ns: Option<u64>,
-    /// The engine that got the event; the next one has a new list.
-    pub told: Option<Process>,
-}
-
-impl VmEntry {
-    /// A VM that no keeper has seen before.
-    pub fn create(attach: &Attach, uid: u32, closer: &Arc<Closer>) -> Result<Self, String> {
+impl Held {
+    /// The files of a VM that no keeper has seen before.
+    pub fn create(attach: &Attach, uid: u32) -> anyhow::Result<Self> {
         let mut id = [0; 16];
         let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty());
         if filled != Ok(id.len()) {
-            return Err("the kernel gave no random numbers for the VM's id".into());
+            bail!("the kernel gave no random numbers for the VM's id");
         }
-        let state = StateFile::create(VmId(id), &attach.name).map_err(|error| format!("{error}"))?;
+        let state = StateFile::create(VmId(id), &attach.name)?;
         state.set_limit(attach.limit);
         // The engine lays it out: a VM can attach while there is no engine.
-        let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
-        rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        let arena = Files::ram(SentFd::new(arena, uid, closer.clone()).checked());
-        Self::new(state, vec![arena], attach.vmm.clone(), uid, closer)
+        let arena = arena::create().context("Making the store's file")?;
+        rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600))?;
+        let arena = Files::ram(SlowFd::from(arena));
+        Self::new(state, vec![arena], attach.vmm.clone(), uid)
     }
 
-    /// A VM of these files.
-    pub fn new(
-        state: StateFile,
-        stores: Vec<Files>,
-        vmm: String,
-        uid: u32,
-        closer: &Arc<Closer>,
-    ) -> Result<Self, String> {
-        let duplicate =
-            state.fd().try_clone_to_owned().map_err(|error| format!("Duplicating a descriptor: {error}"))?;
+    /// The files of a VM whose RAM no process has brought yet.
+    pub fn new(state: StateFile, stores: Vec<Files>, vmm: String, uid: u32) -> anyhow::Result<Self> {
+        let duplicate = state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         Ok(Self {
             ram: state.regions().iter().map(|_| None).collect(),
             state,
-            file: Arc::new(SentFd::new(duplicate, uid, closer.clone()).checked()),
+            file: Arc::new(SlowFd::from(duplicate)),
             stores,
             uid,
             vmm,
             pinned: None,
             may_pin: false,
-            looks_at: None,
-            search: None,
-            at: At::Engine,
-            named_at: 0,
-            fenced: None,
-            question: None,
-            lost: None,
-            losses: Losses::default(),
-            gone: VecDeque::new(),
         })
     }
 
-    /// Keep the control socket of a process that is gone. With descriptors in it, its last close may wait for ever, and
-    /// must not be the engine's.
-    pub fn keep_control(&mut self, control: Arc<SentFd>) {
-        self.gone.push_back(control);
-        if self.gone.len() > MOST_GONE {
-            self.gone.pop_front();
+    /// The files of this record.
+    pub fn of(vm: &KeptVm) -> anyhow::Result<Self> {
+        let state = StateFile::open(taken::fd(vm.state)?)?;
+        let name = state.name();
+        let stores = vm.stores.iter().map(|(store, files)| {
+            let files = files.iter().map(|number| Ok(Arc::new(taken::sent(*number)?)));
+            Ok(Files::of(*store, files.collect::<anyhow::Result<_>>()?))
+        });
+        let stores = stores.collect::<anyhow::Result<_>>()?;
+        let mut held = Self::new(state, stores, vm.vmm.clone(), vm.uid)?;
+        let (count, kept) = (held.ram.len(), vm.ram.len());
+        anyhow::ensure!(count == kept, "VM {name} has {count} regions, and {kept} were written down");
+        // Several regions may be parts of one file.
+        let mut known: HashMap<Number, Arc<SlowFd>> = HashMap::new();
+        for (ram, kept) in held.ram.iter_mut().zip(&vm.ram) {
+            let Some(kept) = kept else { continue };
+            let mut files = Vec::new();
+            for (number, dev, ino) in kept {
+                let fd = match known.get(number) {
+                    Some(fd) => fd.clone(),
+                    None => Arc::new(taken::sent(*number)?),
+                };
+                known.insert(*number, fd.clone());
+                files.push((fd, FileId { dev: *dev, ino: *ino }));
+            }
+            *ram = Some(files);
+        }
+        held.pinned = vm.pinned.clone();
+        held.may_pin = vm.may_pin;
+        Ok(held)
+    }
+
+    /// The record of them.
+    pub fn kept(&self) -> KeptVm {
+        let numbers = |files: &Files| files.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
+        let file = |(fd, id): &(Arc<SlowFd>, FileId)| (fd.as_fd().as_raw_fd(), id.dev, id.ino);
+        KeptVm {
+            state: self.state.fd().as_raw_fd(),
+            stores: self.stores.iter().map(|files| (files.store(), numbers(files))).collect(),
+            ram: self.ram.iter().map(|ram| ram.as_ref().map(|files| files.iter().map(file).collect())).collect(),
+            uid: self.uid,
+            vmm: self.vmm.clone(),
+            pinned: self.pinned.clone(),
+            may_pin: self.may_pin,
         }
     }
 
-    /// Has the engine been given it?
-    pub fn is_handed_over(&self) -> bool {
-        let is_on_its_way = matches!(self.at, At::Resting(_) | At::Parting(..));
-        self.search.is_none() && self.fenced.is_none() && !is_on_its_way
+    pub fn state(&self) -> &StateFile {
+        &self.state
     }
 
-    /// Its state file names this engine from now on; beside the one that leaves, if both are to have it.
-    pub fn name_engine(&mut self, engine: Process) {
-        self.named_at = self.state.epoch();
-        match self.at {
-            At::Both => self.state.name_beside(engine.pid, engine.start),
-            _ => self.state.name_engine(engine.pid, engine.start),
+    /// Its user.
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    pub fn stores(&self) -> &[Files] {
+        &self.stores
+    }
+
+    pub fn add_store(&mut self, files: Files) {
+        self.stores.push(files);
+    }
+
+    /// Nothing may be reclaimed any more.
+    pub fn pin(&mut self, reason: String) {
+        self.pinned = Some(reason);
+    }
+
+    pub fn is_pinned(&self) -> bool {
+        self.pinned.is_some()
+    }
+
+    /// See [`Attach::may_pin`].
+    pub fn set_may_pin(&mut self) {
+        self.may_pin = true;
+    }
+
+    /// Have this engine open the VM: its state file names the engine from now on, beside the one that leaves if both
+    /// are to have it. Returns the order.
+    ///
+    /// # Errors
+    /// Something may be left of an engine that the state file names and that is not one of `ours`.
+    pub fn open(&mut self, engine: Process, is_beside: bool, ours: &[Process]) -> Result<Given, io::Result<Left>> {
+        match fence::end_for(&self.state, ours.iter().copied()) {
+            Ok(Left::Nothing) => {}
+            left => return Err(left),
         }
+        match is_beside {
+            true => self.state.name_beside(engine.pid, engine.start),
+            false => self.state.name_engine(engine.pid, engine.start),
+        }
+        let (fds, files, regions) = self.descriptors();
+        let order = Order::OpenVm {
+            vm: self.state.id(),
+            vmm: self.vmm.clone(),
+            pinned: self.pinned.clone(),
+            may_pin: self.may_pin,
+            stores: Files::counts(&self.stores),
+            files,
+            beside: is_beside,
+            regions,
+        };
+        Ok((order, fds))
     }
 
-    /// Has an engine opened it since its state file names that one?
-    pub fn is_opened_since_named(&self) -> bool {
-        self.state.epoch() > self.named_at
+    /// The order that has an engine look at the VM and change nothing.
+    pub fn check(&self, seq: u64) -> Given {
+        let (fds, files, regions) = self.descriptors();
+        let (vm, stores) = (self.state.id(), Files::counts(&self.stores));
+        (Order::CheckVm { seq, vm, stores, files, regions }, fds)
+    }
+
+    /// The order that tells the engine of a region, which this process has at `span`, or brings with its view.
+    pub fn add_region(&self, pid: u32, span: Option<Span>, number: u32) -> Option<Given> {
+        let files = self.ram.get(number as usize)?.as_ref()?;
+        let fds: Vec<_> = files.iter().map(|(fd, _)| fd.clone()).collect();
+        Some((Order::AddRegion { vm: self.state.id(), pid, span, number, files: fds.len() as u8 }, fds))
+    }
+
+    /// Are files of unplugged regions here?
+    pub fn has_removed(&self) -> bool {
+        self.state.regions().iter().zip(&self.ram).any(|(record, ram)| record.removed && ram.is_some())
+    }
+
+    /// Drop the files of regions that the engine has removed and that no process `has`. An engine that has not opened
+    /// the VM, or that another process still has them from, did not remove them: the one that opens the VM next needs
+    /// them.
+    pub fn forget_removed(&mut self, has: &HashSet<u32>) {
+        for ((number, record), ram) in (0..).zip(self.state.regions()).zip(&mut self.ram) {
+            if record.removed && !has.contains(&number) {
+                *ram = None;
+            }
+        }
     }
 
     /// The descriptors that travel with `OpenVm`, how many of the last of these are RAM files, and how many regions
     /// these belong to.
-    pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8, u32) {
+    fn descriptors(&self) -> (Vec<Arc<SlowFd>>, u8, u32) {
         let mut seen = HashSet::new();
         // The engine needs no files of an unplugged region, even if a process that could not be served still has it.
         let records = self.state.regions().into_iter().zip(&self.ram);
@@ -217,53 +245,6 @@ impl VmEntry {
         self.ranges().overlap(ram).is_some()
     }
 
-    /// What is this RAM to the VM? Equal numbers alone prove nothing (see [`same_file`]).
-    pub fn kin(&self, ram: &[Ram]) -> Kin {
-        if !self.has_any(&Ram::ranges(ram)) {
-            return Kin::None;
-        }
-        let ours: HashSet<FileId> = self.ranges().files().collect();
-        let mut kin = Kin::Same;
-        for (fd, id) in ram.iter().flat_map(|ram| &ram.files).filter(|(_, id)| ours.contains(id)) {
-            match self.held(*id).map(|held| same_file(held, fd)) {
-                Some(Ok(true)) => {}
-                Some(Ok(false)) => return Kin::Other,
-                Some(Err(error)) => {
-                    tracing::debug!(vm = self.state.name(), "Comparing a RAM file with one of this VM: {error}");
-                    kin = Kin::Unknown;
-                }
-                None => kin = Kin::Unknown,
-            }
-        }
-        kin
-    }
-
-    /// The VM's file with these numbers, if a process has brought it.
-    fn held(&self, id: FileId) -> Option<&Arc<SentFd>> {
-        self.ram.iter().flatten().flatten().find(|(_, own)| *own == id).map(|(fd, _)| fd)
-    }
-
-    /// Is each of this region's files that has the numbers of one that the VM has that file?
-    pub fn check_files(&self, ram: &Ram) -> Result<(), String> {
-        for (fd, id) in &ram.files {
-            let (name, at) = (self.state.name(), ram.span.hva);
-            match self.held(*id).map(|held| same_file(held, fd)) {
-                None | Some(Ok(true)) => {}
-                Some(Ok(false)) => {
-                    let FileId { dev, ino } = id;
-                    return Err(format!(
-                        "a file of region {at} has the device ({dev:#x}) and inode ({ino}) of a RAM file of VM \
-                         {name:?} and is another file"
-                    ));
-                }
-                Some(Err(error)) => {
-                    return Err(format!("Comparing a file of region {at} with one of VM {name:?}: {error}"));
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Regions that are not unplugged and whose RAM no process has brought.
     pub fn missing(&self) -> Vec<(u32, RegionRecord)> {
         let records = self.state.regions().into_iter().zip(&self.ram).enumerate();
@@ -274,10 +255,9 @@ impl VmEntry {
     /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, new ones are
     /// added and their numbers put into `added`, also when something fails afterwards. Without it an unknown region is
     /// refused.
-    pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> Result<Vec<(Span, u32)>, String> {
+    pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> anyhow::Result<Vec<(Span, u32)>> {
         let mut spans = Vec::new();
         for ram in ram {
-            self.check_files(&ram)?;
             let number = match self.find(&ram, &spans) {
                 Some(number) => number,
                 None if may_add => {
@@ -286,10 +266,7 @@ impl VmEntry {
                 }
                 None => {
                     let name = self.state.name();
-                    return Err(format!(
-                        "region {} is not RAM of VM {name:?}, whose other RAM this process maps",
-                        ram.span.hva
-                    ));
+                    bail!("region {} is not RAM of VM {name:?}, whose other RAM this process maps", ram.span.hva);
                 }
             };
             spans.push((ram.span, number));
@@ -300,9 +277,9 @@ impl VmEntry {
 
     /// Are a region's files here?
     pub fn bring(&mut self, number: u32, files: RamFiles) {
-        let known: HashMap<FileId, Arc<SentFd>> =
+        let known: HashMap<FileId, Arc<SlowFd>> =
             self.ram.iter().flatten().flatten().map(|(fd, id)| (*id, fd.clone())).collect();
-        let once = |(fd, id): (Arc<SentFd>, FileId)| (known.get(&id).cloned().unwrap_or(fd), id);
+        let once = |(fd, id): (Arc<SlowFd>, FileId)| (known.get(&id).cloned().unwrap_or(fd), id);
         self.ram[number as usize].get_or_insert_with(|| files.into_iter().map(once).collect());
     }
 
@@ -317,7 +294,7 @@ impl VmEntry {
     }
 
     /// Add a region, without its descriptors yet.
-    pub fn append(&mut self, ram: &Ram) -> Result<u32, String> {
+    pub fn append(&mut self, ram: &Ram) -> anyhow::Result<u32> {
         let (at, ranges) = (ram.span.hva, Ram::ranges(std::slice::from_ref(ram)));
         let mut files: HashSet<FileId> = ram.files.iter().map(|(_, id)| *id).collect();
         let mut extents = ram.extents.list().len();
@@ -325,16 +302,14 @@ impl VmEntry {
             let overlap = record.places().collect::<FileRanges>().overlap(&ranges);
             match overlap {
                 Some(_) if record.given_up => {
-                    return Err(format!(
+                    bail!(
                         "region {at} was taken for unplugged because its process stayed away for {:?}: its far pages \
                          are lost",
                         crate::lost::LONGEST_WAIT
-                    ));
+                    );
                 }
                 Some((_, offset)) if !record.removed => {
-                    return Err(format!(
-                        "region {at} overlaps, at offset {offset:#x} of its file, region {number} of this VM"
-                    ));
+                    bail!("region {at} overlaps, at offset {offset:#x} of its file, region {number} of this VM");
                 }
                 _ if !record.removed => {
                     files.extend(record.files);
@@ -344,20 +319,20 @@ impl VmEntry {
             }
         }
         if files.len() > MAX_FILES {
-            return Err(format!(
-                "region {at} would be the {}th RAM file of this VM; {MAX_FILES} are allowed",
-                files.len()
-            ));
+            bail!("region {at} would be the {}th RAM file of this VM; {MAX_FILES} are allowed", files.len());
         }
         if extents > MAX_EXTENTS {
-            return Err(format!(
-                "with region {at} the RAM of this VM would be in {extents} extents; {MAX_EXTENTS} are allowed"
-            ));
+            bail!("with region {at} the RAM of this VM would be in {extents} extents; {MAX_EXTENTS} are allowed");
         }
         let ids: Vec<_> = ram.files.iter().map(|(_, id)| *id).collect();
-        let number = self.state.add_region(&ids, &ram.extents, ram.guest_address).map_err(|error| error.to_string())?;
+        let number = self.state.add_region(&ids, &ram.extents, ram.guest_address)?;
         self.ram.push(None);
         Ok(number)
+    }
+
+    /// The files of missing regions.
+    pub fn missing_files(&self) -> HashSet<FileId> {
+        self.missing().into_iter().flat_map(|(_, record)| record.files).collect()
     }
 
     /// Treat missing regions as unplugged. If a process still maps one, `permanently` is false, and a process that
@@ -373,7 +348,7 @@ impl VmEntry {
     }
 
     /// Read-only descriptors of its files, for the client to keep for the next keeper.
-    pub fn escrow(&self) -> Result<Vec<OwnedFd>, String> {
+    pub fn escrow(&self) -> anyhow::Result<Vec<OwnedFd>> {
         let mut reopened = vec![memfd::reopen(self.file.as_fd(), false)];
         for files in &self.stores {
             match files.escrow(self.state.id()) {
@@ -381,7 +356,6 @@ impl VmEntry {
                 Err(error) => reopened.push(Err(error)),
             }
         }
-        let all = reopened.into_iter().collect::<std::io::Result<_>>();
-        all.map_err(|error| format!("Opening the state files read-only: {error}"))
+        reopened.into_iter().collect::<io::Result<_>>().context("Opening the state files read-only")
     }
 }

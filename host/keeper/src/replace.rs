@@ -10,7 +10,6 @@
 //!
 //! | Step | Goes on when | Otherwise |
 //! |---|---|---|
-//! | Checking: `PROGRAM check-keeper` reads what this keeper would leave and all state files | it says yes | stays |
 //! | Waiting: engine, VMs, attaches come to rest; clients are not read when only these are left | they have | stays |
 //! | Exec: descriptors are kept open, all is written down | the program runs | the exec fails: stays |
 //! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | becomes the last program again |
@@ -18,8 +17,7 @@
 //!
 //! | Dies in | What follows |
 //! |---|---|
-//! | Checking, Waiting: the program that is asked | stays |
-//! | the same: the engine | its successor is started from the new program, as after any engine's death; then on |
+//! | Waiting: the engine | its successor is started from the new program, as after any engine's death; then on |
 //! | Exec, Following, Serving: this process | as for any keeper: the engine serves on, clients come to the next one |
 //! | Following: the engine | the keeper that is made finds its pidfd readable |
 //! | the same: a client | the keeper that is made finds the end of its connection |
@@ -32,21 +30,16 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ballast_handover::failure::Failure;
 use ballast_handover::kept::{Kept, Number};
-use ballast_handover::upgrading::Stage as Shown;
 use ballast_sys::exec::{become_program, close_kept, duplicate, keep};
-use ballast_sys::spawn::Starter;
 
-use crate::checker::Checker;
-use crate::engine::Engine;
+use crate::engine::{Engine, Who};
 use crate::keeper::{Keeper, SOON};
 use crate::program::Program;
-use crate::regions::{At, VmEntry};
-use crate::replacing::{Replacing, Step};
+use crate::replacing::Replacing;
 use crate::stage::Deadline;
 
-/// How long a program may take to say that it could be the keeper.
-const CHECK_WITHIN: Duration = Duration::from_secs(10);
 /// How long something may prevent the exec. An engine that leaves has 5 s, as has an attach that waits for its file
 /// store. Shorter than a client's time to attach, because clients may not be read meanwhile.
 const WAIT_WITHIN: Duration = Duration::from_secs(8);
@@ -66,37 +59,20 @@ pub struct Follow {
 impl Keeper {
     /// The engine of this program serves: the keeper is to follow it.
     pub(crate) fn begin_replacing(&mut self, program: Program) {
-        let kept = match self.kept() {
-            Some(kept) => kept,
-            None => return self.stays("the engine ended"),
-        };
-        let closing = self.closing.iter().map(|closing| &closing.entry);
-        let states = self.vms.iter().chain(closing).map(|vm| &vm.state);
-        match Checker::ask(&mut self.starter, &program, &kept, states) {
-            Ok(checker) => self.replacing = Some(Replacing { program, step: Step::Checking(checker) }),
-            Err(error) => self.stays(&format!("{error:#}")),
+        if self.kept().is_none() {
+            return self.stays("the engine ended");
         }
+        self.replacing = Some(Replacing { program, deadline: Deadline::new(Instant::now()) });
+        self.try_lost_now();
     }
 
     /// Continue it. Returns how soon to check again.
     pub(crate) fn tend_replacing(&mut self) -> Option<Duration> {
-        let now = Instant::now();
-        let replacing = self.replacing.as_mut()?;
-        if let Step::Checking(checker) = &mut replacing.step {
-            let is_late = checker.deadline.is_over(now, CHECK_WITHIN);
-            match checker.answer() {
-                Some(Ok(())) => self.checked(),
-                Some(Err(why)) => self.stays(&why),
-                None if is_late => self.stays("it did not say in time that it could"),
-                None => {}
-            }
-        }
+        self.replacing.as_ref()?;
         let in_the_way = self.in_the_way();
-        let Some(Replacing { program, step: Step::Waiting(deadline) }) = &mut self.replacing else {
-            return self.replacing.as_ref().map(|_| SOON);
-        };
+        let Replacing { program, deadline } = self.replacing.as_mut()?;
         match in_the_way {
-            Some(why) if deadline.is_over(now, WAIT_WITHIN) => self.stays(&why),
+            Some(why) if deadline.is_over(Instant::now(), WAIT_WITHIN) => self.stays(&why),
             Some(_) => {}
             None => {
                 let program = program.clone();
@@ -107,38 +83,25 @@ impl Keeper {
         self.replacing.as_ref().map(|_| SOON)
     }
 
-    fn checked(&mut self) {
-        let Some(Replacing { program, step }) = self.replacing.take() else { return };
-        if let Step::Checking(checker) = step {
-            self.zombies.push(checker.end());
-        }
-        self.replacing = Some(Replacing { program, step: Step::Waiting(Deadline::new(Instant::now())) });
-        self.try_lost_now();
-    }
-
     /// Are clients not read, because their requests would prevent the exec?
     pub(crate) fn is_hushed(&self) -> bool {
-        let waits = self.replacing.as_ref().is_some_and(|replacing| matches!(replacing.step, Step::Waiting(_)));
-        waits && self.engine_in_the_way().is_none()
+        self.replacing.is_some() && self.engine_in_the_way().is_none()
     }
 
     /// Obstacles that do not come from clients.
     fn engine_in_the_way(&self) -> Option<String> {
-        let is_at_rest =
-            |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.lost.is_none() && vm.at == At::Engine;
-        let closing = self.closing.iter().map(|closing| &closing.entry);
-        let unrest = self.vms.iter().chain(closing).find(|vm| !is_at_rest(vm));
-        if !self.engine.as_ref().is_some_and(Engine::serves) {
+        let unrest = self.vms.all().find(|vm| !vm.place.is_at_rest());
+        if !self.engines.serves() {
             Some("no engine serves".into())
-        } else if self.upgrade.is_some() {
+        } else if self.upgrades.stage().is_some() {
             Some("VMs move".into())
-        } else if !self.leaving.is_empty() {
+        } else if !self.engines.have_left() {
             Some("the engine that was followed does not end".into())
         } else {
             unrest.map(|vm| {
                 format!(
                     "VM {} waits for the end of an engine, for a process of it, or for what the engine lacks",
-                    vm.state.name()
+                    vm.name()
                 )
             })
         }
@@ -152,12 +115,12 @@ impl Keeper {
         if !self.making.is_empty() {
             return Some("a VM that attaches waits for its file store".into());
         }
-        if self.engine.as_ref().is_some_and(|engine| !engine.orders.is_empty()) {
+        if self.engines.get(Who::Engine).is_some_and(Engine::has_orders) {
             return Some("the engine does not take its orders".into());
         }
         // An exec would wait for these threads, and no keeper would run meanwhile.
         let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
-        if self.closer.idle() != Some(threads.saturating_sub(1)) {
+        if threads > 1 {
             return Some("a descriptor that a client sent is being closed, or processes are being looked at".into());
         }
         None
@@ -186,23 +149,20 @@ impl Keeper {
 
     /// The exec is abandoned.
     pub(crate) fn stays(&mut self, why: &str) {
-        if let Some(Replacing { step: Step::Checking(checker), .. }) = self.replacing.take() {
-            self.zombies.push(checker.end());
-        }
-        self.replaced(Err(why.to_owned()));
+        self.replacing = None;
+        self.replaced(Err(why.into()));
     }
 
     /// The end of an upgrade.
-    pub(crate) fn replaced(&mut self, result: Result<(), String>) {
-        let program = &self.last_upgrade.program;
+    pub(crate) fn replaced(&mut self, result: Result<(), Failure>) {
+        let program = &self.upgrades.last().program;
         let message = match &result {
             Ok(()) => format!("the keeper is {program} from now on"),
             Err(why) => format!("the keeper is not {program}, and stays what it was: {why}"),
         };
         tracing::info!("{message}");
         let kind = if result.is_ok() { "keeper-upgraded" } else { "keeper-stays" };
-        self.last_upgrade.keeper = Some(result);
-        self.last_upgrade.stage = Shown::Done;
+        self.upgrades.finish(result);
         // An observer who sees that it is done finds the event, too.
         self.host_note(kind, message);
         self.show_upgrade();
@@ -224,7 +184,7 @@ fn become_follower(file: &OsStr, name: &OsStr, Follow { kept, back, because }: &
 ///
 /// # Errors
 /// It cannot be, and there is no program to become.
-pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper> {
+pub(crate) fn follow(follow: &Follow) -> anyhow::Result<Keeper> {
     // One that was executed from a descriptor has that one's number as its name.
     let _ = rustix::thread::set_name(c"ballastd");
     let made = duplicate(follow.kept).context("Taking over what the keeper held").and_then(|file| {
@@ -232,15 +192,7 @@ pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper
         // It was started by its open file. The engine is of the same program, unless that could not be the keeper.
         let own = if follow.because.is_some() { &kept.own_program } else { &kept.program };
         let own = Program::own(OsString::from_vec(own.clone()).into()).context("Opening this program's own file")?;
-        let mut keeper = Keeper::of(&kept, own, starter)?;
-        if follow.because.is_some() {
-            // The engine is of the program that could not be the keeper.
-            match Program::at(OsString::from_vec(kept.program.clone()).into()) {
-                Ok(program) => keeper.program = program,
-                Err(error) => tracing::warn!("The program that the engine was started from: {error}"),
-            }
-        }
-        Ok((keeper, kept))
+        Ok((Keeper::of(&kept, own, follow.because.is_some())?, kept))
     });
     let (mut keeper, kept) = match made {
         Ok(made) => made,
@@ -249,7 +201,7 @@ pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper
     // None of these may be lost yet. The lock's must never be closed, because the lock would go with it.
     keep(kept.lock, false).context("Taking over the lock")?;
     close_kept().context("Closing what is not needed twice")?;
-    keeper.replaced(follow.because.clone().map_or(Ok(()), Err));
+    keeper.replaced(follow.because.as_deref().map_or(Ok(()), |why| Err(why.into())));
     Ok(keeper)
 }
 

@@ -4,20 +4,11 @@
 //! why.
 //! Threads: the keeper's one.
 
-use crate::checker::Checker;
 use crate::program::Program;
 use crate::stage::Deadline;
 
-/// The replacement under way.
+/// The replacement under way: something still prevents the exec.
 pub(crate) struct Replacing {
     pub program: Program,
-    pub step: Step,
-}
-
-/// The step it is at.
-pub(crate) enum Step {
-    /// The program is asked whether it could be the keeper.
-    Checking(Checker),
-    /// It can be the keeper. Something still prevents the exec.
-    Waiting(Deadline),
+    pub deadline: Deadline,
 }

@@ -3,6 +3,15 @@
 //! Before: `ballastd` is started, or another program became it. After: it is killed, or becomes another program.
 //! Threads: the keeper's one, which waits in `poll` for clients, the engine's answers and the engine's death.
 //! Promise: no two keepers have one runtime directory. No call of the loop waits for another process.
+//!
+//! | Event | Read by | Changes |
+//! |---|---|---|
+//! | a process connects | `client` | the connections |
+//! | a client's message, or its end | `clients`, `attach` | its connection, its VM |
+//! | an engine's message | `engine_child` | what the order was about: a client's wait, an upgrade, a VM that ends |
+//! | an engine's death, or its silence | `engine_child`, `upgrade` | the engines; then the place of each VM |
+//! | a killed engine of an earlier keeper is gone | `engine_child` | the place of each VM that waits for that |
+//! | a search or a deadline is over | `resume`, `upgrade`, `making`, `replace` | the VM; the upgrade; the attach |
 
 use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -14,25 +23,21 @@ use anyhow::{Context, bail};
 use ballast_sys::memory_error;
 use ballast_sys::presence;
 use ballast_sys::priority::run_beside;
-use ballast_sys::scm;
-use ballast_sys::spawn::Starter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::client;
-use crate::closer;
 use crate::engine::{PING_EVERY, Who};
+use crate::engines::Engines;
 use crate::keeper::{Keeper, SOON, Standing};
 use crate::options::Options;
 use crate::program::Program;
 use crate::replace::{self, Follow};
+use crate::vms::Vm;
 
 /// How long the lock is tried.
 const LOCKS_WITHIN: Duration = Duration::from_secs(1);
 
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
-    // First, before there are descriptors that an engine must not inherit.
-    let starter = Starter::new().context("Opening /dev/null")?;
     // Whatever the umask is, nobody else writes there.
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&options.runtime_dir);
     made.with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
@@ -42,21 +47,19 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
     let api = listen(&options.api_socket, rustix::net::SocketType::STREAM, options.reader_gid)?;
-    scm::refuse_descriptors(&api);
     let program = std::env::current_exe().and_then(Program::own).context("Finding this program's own file")?;
     tracing::info!(attach = %options.attach_socket.display(), api = %options.api_socket.display(), "ready");
-    let mut keeper = Keeper::new(options, program, starter, api);
+    let engines = Engines::new(program, options.engine.clone(), api);
+    let mut keeper = Keeper::new(options, engines);
     keeper.standing = Some(Standing { lock, attach: Arc::new(attach) });
     keeper.serve(&errors_seen)
 }
 
 /// Continue where the previous program was: in this process, with its record. Run until killed.
 pub fn follow(follow: &Follow) -> anyhow::Result<()> {
-    // It gets the previous one's number: that one is closed, and all others are larger.
-    let starter = Starter::new().context("Opening /dev/null")?;
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
-    let keeper = replace::follow(follow, starter)?;
+    let keeper = replace::follow(follow)?;
     run_beside();
     keeper.serve(&errors_seen)
 }
@@ -119,9 +122,8 @@ impl Keeper {
     fn serve(mut self, errors_seen: &OwnedFd) -> anyhow::Result<()> {
         let attach = self.standing.as_ref().context("No listening socket")?.attach.clone();
         loop {
-            self.keep_engine();
+            self.keep_engines();
             self.tend_clients(Instant::now());
-            self.closer.tend(closer::HANGS_AFTER);
             self.tell_losses(errors_seen);
             let is_searching = self.tend_vms(Instant::now());
             let fences = self.tend_fences();
@@ -129,7 +131,8 @@ impl Keeper {
             let upgrade = self.tend_upgrade();
             let replacing = self.tend_replacing();
             let soonest = fences.into_iter().chain(upgrade).chain(replacing).min();
-            let pause = if self.engine.is_none() || is_searching { SOON } else { soonest.unwrap_or(PING_EVERY) };
+            let is_soon = self.engines.get(Who::Engine).is_none() || is_searching;
+            let pause = if is_soon { SOON } else { soonest.unwrap_or(PING_EVERY) };
             self.turn(&attach, pause)?;
         }
     }
@@ -140,7 +143,7 @@ impl Keeper {
         if rustix::io::read(errors_seen, &mut [0; 8]).is_err() {
             return;
         }
-        let lost = self.vms.iter().filter(|vm| vm.state.losses().pages > 0).map(|vm| vm.state.name());
+        let lost = self.vms.iter().filter(|vm| vm.held.state().losses().pages > 0).map(Vm::name);
         for name in lost.collect::<Vec<_>>() {
             let message = format!("memory of the host failed under the state file of VM {name}; it was written again");
             self.note(name, "memory-error", message);
@@ -150,24 +153,24 @@ impl Keeper {
     /// Wait for one round of events, for at most `pause`, and handle them.
     fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
         let is_heard = !self.is_hushed();
-        let interests = client::interests(&self.clients).filter(|_| is_heard);
+        let interests = self.clients.interests().filter(|_| is_heard);
         let (keys, others): (Vec<u64>, Vec<_>) =
             interests.map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags))).unzip();
-        let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
+        let accepting = if is_heard && self.clients.accept_now() { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = vec![PollFd::new(attach, accepting)];
-        let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &upgrade.next);
         let mut engines = Vec::new();
-        for (who, engine) in [(Who::Engine, self.engine.as_ref()), (Who::Next, next)] {
-            if let Some(engine) = engine {
-                engines.push((who, engine.process, fds.len()));
-                fds.push(PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN));
-                fds.push(PollFd::new(&engine.socket, engine.interest()));
+        for who in [Who::Engine, Who::Next] {
+            if let Some(engine) = self.engines.get(who) {
+                engines.push((who, engine.process(), fds.len()));
+                fds.push(PollFd::from_borrowed_fd(engine.pidfd(), PollFlags::IN));
+                let (socket, flags) = engine.interest();
+                fds.push(PollFd::from_borrowed_fd(socket, flags));
             }
         }
         let first_client = fds.len();
         fds.extend(others);
         let first_dying = fds.len();
-        fds.extend(self.dying.iter().map(|pidfd| PollFd::new(pidfd, PollFlags::IN)));
+        fds.extend(self.engines.dying().map(|pidfd| PollFd::from_borrowed_fd(pidfd, PollFlags::IN)));
         let timeout = Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos() as _ };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -181,32 +184,25 @@ impl Keeper {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
-        let mut gone = ready[first_dying..].iter();
-        self.dying.retain(|_| gone.next() == Some(&false));
+        self.engines.forget_dying(&ready[first_dying..]);
         for (who, ..) in engines.iter().filter(|(.., at)| ready[at + 1]) {
             self.hear(*who);
-            self.flush(*who);
+            self.engines.flush(*who);
         }
         // The next engine first: if both are dead, neither replaces the other. It may have done so by now.
         for (who, process, _) in engines.into_iter().rev().filter(|(.., at)| ready[*at]) {
-            match who {
-                Who::Next if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.next.process == process) => {
-                    self.next_died();
+            if self.engines.process(who) == Some(process) {
+                match who {
+                    Who::Next => self.next_died(),
+                    Who::Engine => self.reap_engine(),
                 }
-                Who::Engine if self.engine.as_ref().is_some_and(|engine| engine.process == process) => {
-                    self.reap_engine();
-                }
-                _ => {}
             }
         }
         for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {
-            // An event handled before may already have handled this one's end.
-            if self.clients.contains_key(&key) {
-                self.hear_client(key);
-            }
+            self.hear_client(key);
         }
         if ready[0] {
-            self.accept(attach.as_fd());
+            self.clients.accept(attach.as_fd());
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use anyhow::{Context, bail, ensure};
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE};
 use ballast_base::wire::{StoreFiles, VmId};
@@ -17,43 +18,43 @@ use ballast_sys::direct;
 use ballast_sys::memfd::{self, FileId};
 use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, fstat, makedev, statx};
 
-use crate::closer::SentFd;
+use ballast_sys::slow_fd::SlowFd;
 
 /// The files of one store: the arena of the RAM store; the place of the file store's file, and its index; the arena of
 /// the VM's group, which other VMs have as well, in an opening that says that this VM is there.
 #[derive(Debug)]
 pub struct Files {
     store: u8,
-    files: Vec<Arc<SentFd>>,
+    files: Vec<Arc<SlowFd>>,
 }
 
 impl Files {
     /// The file of the RAM store.
-    pub fn ram(arena: SentFd) -> Self {
+    pub fn ram(arena: SlowFd) -> Self {
         Self { store: RAM_STORE, files: vec![Arc::new(arena)] }
     }
 
     /// The files of the file store: the place of its file, and its index.
-    pub fn file(files: [SentFd; 2]) -> Self {
+    pub fn file(files: [SlowFd; 2]) -> Self {
         Self { store: FILE_STORE, files: files.into_iter().map(Arc::new).collect() }
     }
 
     /// The files of the store with this number, as a keeper held them.
-    pub fn of(store: u8, files: Vec<Arc<SentFd>>) -> Self {
+    pub fn of(store: u8, files: Vec<Arc<SlowFd>>) -> Self {
         Self { store, files }
     }
 
     /// The file of the group store, for this VM: an opening of its own of the group's arena.
     ///
     /// # Errors
-    /// The kernel refuses, in words.
-    pub fn group(arena: SentFd, vm: VmId) -> Result<Self, String> {
-        arena::announce(&arena, vm).map_err(|error| format!("Announcing a member of a group: {error}"))?;
+    /// The kernel refuses.
+    pub fn group(arena: SlowFd, vm: VmId) -> anyhow::Result<Self> {
+        arena::announce(&arena, vm).context("Announcing a member of a group")?;
         Ok(Self { store: GROUP_STORE, files: vec![Arc::new(arena)] })
     }
 
     /// The arena of the VM's group, if that is what these are.
-    pub fn group_arena(&self) -> Option<&Arc<SentFd>> {
+    pub fn group_arena(&self) -> Option<&Arc<SlowFd>> {
         self.files.first().filter(|_| self.store == GROUP_STORE)
     }
 
@@ -63,8 +64,8 @@ impl Files {
     pub fn take_back(
         vm: VmId,
         stores: &[StoreFiles],
-        fds: &mut impl Iterator<Item = SentFd>,
-    ) -> Result<Vec<Self>, String> {
+        fds: &mut impl Iterator<Item = SlowFd>,
+    ) -> anyhow::Result<Vec<Self>> {
         let take_back = |StoreFiles { store, count }: &StoreFiles| {
             let mut files = fds.by_ref().take(usize::from(*count)).collect::<Vec<_>>().into_iter();
             match (*store, files.next(), files.next(), files.next()) {
@@ -74,19 +75,15 @@ impl Files {
                     Ok(Self::file([place_named(file, &index)?, index]))
                 }
                 (GROUP_STORE, Some(arena), None, None) => Self::group(reopen_ours(arena, "group's arena")?, vm),
-                (RAM_STORE | FILE_STORE | GROUP_STORE, ..) => Err(format!("store {store} has not {count} files")),
+                (RAM_STORE | FILE_STORE | GROUP_STORE, ..) => bail!("store {store} has not {count} files"),
                 _ => {
-                    Err(format!("this program has no store with the number {store}, of which files were brought back"))
+                    bail!("this program has no store with the number {store}, of which files were brought back")
                 }
             }
         };
-        let files = stores.iter().map(take_back).collect::<Result<Vec<_>, String>>()?;
+        let files = stores.iter().map(take_back).collect::<anyhow::Result<Vec<_>>>()?;
         // The engine opens them in the order of their numbers, and none without the RAM store.
-        if files.iter().any(|files| files.store == RAM_STORE) {
-            Ok(files)
-        } else {
-            Err("no arena was brought back".into())
-        }
+        if files.iter().any(|files| files.store == RAM_STORE) { Ok(files) } else { bail!("no arena was brought back") }
     }
 
     /// The number of its store.
@@ -100,7 +97,7 @@ impl Files {
     }
 
     /// The files.
-    pub fn iter(&self) -> impl Iterator<Item = &Arc<SentFd>> {
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<SlowFd>> {
         self.files.iter()
     }
 
@@ -121,6 +118,9 @@ impl Files {
     }
 }
 
+/// Why a file is not taken back.
+const STRANGE: &str = "it is not the file this client was given";
+
 /// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
 /// returns those without asking the file's own file system; then other calls are safe, too.
 fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
@@ -135,40 +135,36 @@ fn is_memfd(fd: impl AsFd) -> io::Result<bool> {
 
 /// Reopen, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode
 /// 0600: no other user can make one. The pool's files of base pages have that owner and mode, but VMs write to those.
-pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
-    let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
-    let strange = "it is not the file this client was given";
-    if !is_shmem(&fd).map_err(|error| say(&error))? || !is_memfd(&fd).map_err(|error| say(&error))? {
-        return Err(say(&strange));
-    }
-    let stat = fstat(&fd).map_err(|error| say(&error))?;
-    let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o777 == 0o600;
-    if !ours {
-        return Err(say(&strange));
-    }
-    let opened = memfd::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
-    Ok(fd.replaced_by(opened))
+pub fn reopen_ours(fd: SlowFd, what: &str) -> anyhow::Result<SlowFd> {
+    let reopen = || -> anyhow::Result<OwnedFd> {
+        ensure!(is_shmem(&fd)? && is_memfd(&fd)?, STRANGE);
+        let stat = fstat(&fd)?;
+        let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o777 == 0o600;
+        ensure!(ours, STRANGE);
+        Ok(memfd::reopen(fd.as_fd(), true)?)
+    };
+    let opened = reopen().with_context(|| format!("Taking back the {what} file"))?;
+    Ok(opened.into())
 }
 
 /// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is read
 /// without waiting for its file system: until it is known, it may be any file.
-fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
-    let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
-    let named = arena::file_of(index.as_fd()).map_err(|error| say(&error))?;
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
-    let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
-    if found != named {
-        return Err(say(&"it is not the file this client was given"));
-    }
-    let place = direct::place_of(fd.as_fd()).map_err(|error| say(&error))?;
-    Ok(fd.replaced_by(place))
+fn place_named(fd: SlowFd, index: &SlowFd) -> anyhow::Result<SlowFd> {
+    let place = || -> anyhow::Result<OwnedFd> {
+        let named = arena::file_of(index.as_fd())?;
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS)?;
+        let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
+        ensure!(found == named, STRANGE);
+        Ok(direct::place_of(fd.as_fd())?)
+    };
+    let place = place().context("Taking back the file of the file store")?;
+    Ok(place.into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::closer::Closer;
     use ballast_testkit::skip;
 
     #[test]
@@ -190,21 +186,20 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
         let Ok((_, file, index)) = made.inspect_err(|error| skip("disk", error)) else { return };
-        let closer = Closer::new();
-        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let sent = SlowFd::from;
         let index = sent(index);
         let reader = direct::reopen(file.as_fd(), false).expect("reopen");
         let back = place_named(sent(reader), &index).expect("it is the one");
         let other = tempfile::tempfile_in(dir.path()).expect("a file");
         let refused = place_named(sent(other.into()), &index).expect_err("another file");
+        let refused = format!("{refused:#}");
         assert!(refused.contains("not the file"), "{refused}");
         place_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
     }
 
     #[test]
     fn a_state_file_is_taken_back_only_if_it_is_ours() {
-        let closer = Closer::new();
-        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let sent = SlowFd::from;
         let theirs = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
         reopen_ours(sent(theirs), "state").expect_err("mode 0777");
         let (reader, _writer) = std::io::pipe().expect("pipe");

@@ -1,6 +1,7 @@
 //! The keeper without VMMs, and with a program in place of its engine that takes no orders.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{Attach, ClientToKeeper, KeeperToClient, Span, VmId, decode, encode};
 use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
+use ballast_handover::state_file::StateFile;
 use ballast_handover::table::Lost;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
@@ -15,31 +17,36 @@ use ballast_testkit::program::install_script;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::admit::{Escrow, Ram};
-use crate::client::{Client, ClientView};
-use crate::clients::FORGET_EVERY;
-use crate::closer::SentFd;
-use crate::engine::Who;
-use crate::engine_child::{add_view, open_order};
+use crate::client::{Answer, ClientView, Peer};
+use crate::engine::{PING_EVERY, Who};
+use crate::engine_child::add_view;
+use crate::engines::Engines;
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
+use crate::place::Place;
 use crate::program::Program;
-use crate::regions::{At, Kin, VmEntry};
+use crate::regions::Held;
 use crate::run::listen;
 use crate::store_files::Files;
-use crate::waiting::{Answer, Asked};
+use crate::vms::{Closing, Vm};
+use ballast_sys::slow_fd::SlowFd;
 
 pub(crate) const LOST: Lost = Lost { flags: 0, word: 0 };
+
+/// A keeper whose engines are of this program.
+pub(crate) fn keeper_of(program: PathBuf) -> Keeper {
+    let (api, _) = ballast_sys::scm::pair().expect("socket pair");
+    let engines = Engines::new(Program::at(program).expect("a program"), Vec::new(), api);
+    Keeper::new(Options::default(), engines)
+}
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("temporary directory");
     let program = dir.path().join("engine");
     install_script(&program, "exec sleep 1000");
-    let (api, _) = ballast_sys::scm::pair().expect("socket pair");
-    let starter = ballast_sys::spawn::Starter::new().expect("a starter");
-    let program = Program::at(program).expect("a program");
-    (Keeper::new(Options::default(), program, starter, api), dir)
+    (keeper_of(program), dir)
 }
 
 pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
@@ -61,47 +68,64 @@ pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     }
 }
 
-/// A process with a view of this VM, which maps region 0 at 0; and the other end of its socket.
-fn process_of(keeper: &mut Keeper, vm: VmId, pid: u32) -> (u64, OwnedFd) {
+/// A process that connected, and the other end of its socket.
+fn process(keeper: &mut Keeper, pid: u32) -> (u64, OwnedFd) {
     let (ours, theirs) = ballast_sys::scm::pair().expect("socket pair");
-    let sent = |fd| SentFd::new(fd, 0, keeper.closer.clone());
-    let (control, _) = ballast_sys::scm::pair().expect("socket pair");
+    (keeper.clients.add(ours, Peer { pid, uid: 0 }), theirs)
+}
+
+/// A process with a view of this VM, which maps region 0 at 0; and the other ends of its two sockets.
+fn process_of(keeper: &mut Keeper, vm: VmId, pid: u32) -> (u64, [OwnedFd; 2]) {
+    let (key, socket) = process(keeper, pid);
+    let (ours, control) = ballast_sys::scm::pair().expect("socket pair");
     let spans = vec![(Span { hva: Hva(0), len: Bytes(1 << 20) }, 0)];
-    let view = ClientView { vm, uffds: Vec::new(), uffd_features: 0, control: Arc::new(sent(control)), spans };
-    let (socket, since, key) = (sent(ours), Instant::now(), u64::from(pid));
-    keeper.clients.insert(key, Client { socket, pid, uid: 0, view: Some(view), since, faults: 0, owed: [None].into() });
-    (key, theirs)
+    let ours = Arc::new(SlowFd::from(ours));
+    keeper.clients.attach(key, ClientView { vm, uffds: Vec::new(), uffd_features: 0, control: ours, spans });
+    (key, [socket, control])
 }
 
 /// 1 MiB of RAM in a file whose identity is not checked.
-fn ram(keeper: &Keeper, file: FileId, offset: u64) -> Ram {
+fn ram(file: FileId, offset: u64) -> Ram {
     let fd = memfd::create("ballast-test", Bytes(0)).expect("memfd");
     Ram {
         span: Span { hva: Hva(0), len: Bytes(1 << 20) },
         guest_address: None,
         extents: Extents::one(Bytes(offset), Bytes(1 << 20)).expect("good"),
-        files: vec![(Arc::new(SentFd::new(fd, 0, keeper.closer.clone())), file)],
+        files: vec![(Arc::new(SlowFd::from(fd)), file)],
     }
 }
 
 fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
-    let entry = VmEntry::create(&attach_as(name, None), 0, &keeper.closer).expect("state and arena");
-    let id = entry.state.id();
-    keeper.vms.push(entry);
+    add_vm(keeper, name, 0)
+}
+
+/// A VM of this user.
+fn add_vm(keeper: &mut Keeper, name: &str, uid: u32) -> VmId {
+    let held = Held::create(&attach_as(name, None), uid).expect("state and arena");
+    let vm = Vm { held, place: Place::with(Who::Engine) };
+    let id = vm.id();
+    keeper.vms.add(vm);
     id
 }
 
+/// Its first VM.
+fn first_vm(keeper: &mut Keeper) -> &mut Vm {
+    keeper.vms.iter_mut().next().expect("a VM")
+}
+
+/// The first of its VMs that are being closed.
+fn first_closing(keeper: &mut Keeper) -> &mut Closing {
+    keeper.vms.closing_mut().next().expect("a VM that is being closed")
+}
+
 /// The files that a client brings back to this keeper, as admitted.
-fn sent_back(keeper: &Keeper, escrow: &[std::os::fd::OwnedFd]) -> Escrow {
-    let back = |at: usize| {
-        let fd = memfd::reopen(escrow[at].as_fd(), true).expect("reopen");
-        SentFd::new(fd, 0, keeper.closer.clone())
-    };
+fn sent_back(escrow: &[std::os::fd::OwnedFd]) -> Escrow {
+    let back = |at: usize| memfd::reopen(escrow[at].as_fd(), true).expect("reopen").into();
     Escrow { state: back(0), stores: vec![Files::ram(back(1))] }
 }
 
 fn engine_of(keeper: &Keeper) -> Process {
-    keeper.engine.as_ref().expect("an engine").process
+    keeper.engines.process(Who::Engine).expect("an engine")
 }
 
 /// End the engine and have the keeper see it.
@@ -115,19 +139,19 @@ fn end_engine(keeper: &mut Keeper) {
 fn a_state_file_names_its_engine_before_the_engine_has_heard_of_the_vm() {
     let (mut keeper, _dir) = keeper();
     let before = new_vm(&mut keeper, "before");
-    assert_eq!(keeper.vms[0].state.engine(), None);
-    keeper.keep_engine();
+    assert_eq!(first_vm(&mut keeper).held.state().engine(), None);
+    keeper.keep_engines();
     let after = new_vm(&mut keeper, "after");
     keeper.hand_over(after, None);
     // It sleeps and takes no order, so whatever is in the state files the keeper wrote.
     for _ in 0..2 {
         let Process { pid, start } = engine_of(&keeper);
         for id in [before, after] {
-            assert_eq!(keeper.vm(id).expect("known").state.engine(), Some((pid, start)));
+            assert_eq!(keeper.vms.get(id).expect("known").held.state().engine(), Some((pid, start)));
         }
         end_engine(&mut keeper);
-        while keeper.engine.is_none() {
-            keeper.keep_engine();
+        while keeper.engines.process(Who::Engine).is_none() {
+            keeper.keep_engines();
             std::thread::yield_now();
         }
     }
@@ -138,24 +162,24 @@ fn a_state_file_names_its_engine_before_the_engine_has_heard_of_the_vm() {
 fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
-    first.keep_engine();
+    first.keep_engines();
     let late = engine_of(&first);
-    let escrow = first.vms[0].escrow().expect("escrow");
+    let escrow = first_vm(&mut first).held.escrow().expect("escrow");
 
     let (mut second, _dir) = keeper();
-    let sent = sent_back(&second, &escrow);
+    let sent = sent_back(&escrow);
     let resumed = second.resume(&attach_as("web", Some(id)), sent, 0).expect("resumed");
-    assert_eq!(resumed.state.id(), id);
-    let engine = first.engine.as_ref().expect("the keeper does not know yet");
-    second.vms.push(resumed);
-    second.keep_engine();
-    while second.vms[0].fenced.is_some() {
+    assert_eq!(resumed.id(), id);
+    let engine = first.engines.get(Who::Engine).expect("the keeper does not know yet");
+    second.vms.add(resumed);
+    second.keep_engines();
+    while first_vm(&mut second).place.fenced().is_some() {
         second.tend_fences();
         std::thread::yield_now();
     }
-    assert_ne!(second.vms[0].state.engine(), Some((late.pid, late.start)), "it has another engine");
+    assert_ne!(first_vm(&mut second).held.state().engine(), Some((late.pid, late.start)), "it has another engine");
     // It was killed, though no thread of it worked for the VM yet.
-    poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], None).expect("poll");
+    poll(&mut [PollFd::from_borrowed_fd(engine.pidfd(), PollFlags::IN)], None).expect("poll");
     first.reap_engine();
     end_engine(&mut second);
 }
@@ -164,96 +188,73 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
 fn a_vm_whose_last_engine_lives_returns_when_ours_serves_and_one_whose_engine_is_dead_at_once() {
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
-    let escrow = first.vms[0].escrow().expect("escrow");
+    let escrow = first_vm(&mut first).held.escrow().expect("escrow");
     let (mut second, _dir) = keeper();
-    let sent = sent_back(&second, &escrow);
-    let ram = [ram(&second, FileId { dev: 1, ino: 2 }, 0)];
-    let ranges = Ram::ranges(&ram);
-    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None, "it has no engine");
-    first.keep_engine();
+    let sent = sent_back(&escrow);
+    assert_eq!(second.must_wait_for_engine(&sent), None, "it has no engine");
+    first.keep_engines();
     first.hand_over(id, None);
-    second.must_wait_for_engine(&sent, &ranges).expect("there is no engine of ours");
-    second.must_wait(None, &ram).expect("its RAM becomes no other VM's meanwhile");
-    assert_eq!(second.must_wait(Some(id), &ram), None);
-    second.keep_engine();
-    second.must_wait_for_engine(&sent, &ranges).expect("it does not serve yet");
-    let engine = second.engine.as_mut().expect("an engine");
-    (engine.pulse.starting, engine.told_to_serve) = (None, true);
-    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None);
-    second.engine.as_mut().expect("an engine").told_to_serve = false;
-    end_engine(&mut first);
-    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None, "nobody serves it");
+    second.must_wait_for_engine(&sent).expect("there is no engine of ours");
+    second.keep_engines();
+    second.must_wait_for_engine(&sent).expect("it does not serve yet");
+    second.engines.has_started(Who::Engine);
+    assert_eq!(second.must_wait_for_engine(&sent), None);
     end_engine(&mut second);
+    second.must_wait_for_engine(&sent).expect("there is no engine of ours any more");
+    end_engine(&mut first);
+    assert_eq!(second.must_wait_for_engine(&sent), None, "nobody serves it");
 }
 
 #[test]
 fn a_vm_that_the_engine_could_not_open_to_close_it_is_given_to_it_again() {
     let (mut keeper, _dir) = keeper();
-    keeper.keep_engine();
+    keeper.keep_engines();
     let vm = new_vm(&mut keeper, "web");
     keeper.hand_over(vm, None);
     keeper.close_vm(vm);
-    let seq = keeper.closing[0].seq;
+    let seq = first_closing(&mut keeper).number();
     assert!(!keeper.tend_closing(), "the engine closes it");
-    keeper.closing[0].entry.state.take_over(1, 1, LOST).expect("it was open once");
+    first_closing(&mut keeper).vm.held.state().take_over(1, 1, LOST).expect("it was open once");
     keeper.closed(seq, Err("no memory".into()));
     assert!(keeper.tend_closing(), "it waits");
-    keeper.closing[0].again_at = Some(Instant::now());
+    first_closing(&mut keeper).try_now();
     assert!(!keeper.tend_closing(), "the engine was given it again");
     keeper.closed(seq, Ok(()));
-    assert!(keeper.closing.is_empty());
-    end_engine(&mut keeper);
-}
-
-#[test]
-fn a_control_socket_is_closed_by_the_keeper_and_only_when_the_engine_has_closed_the_vm() {
-    let (mut keeper, _dir) = keeper();
-    keeper.keep_engine();
-    let vm = new_vm(&mut keeper, "web");
-    keeper.hand_over(vm, None);
-    let (client, _theirs) = process_of(&mut keeper, vm, 1);
-    let (ours, theirs) = ballast_sys::scm::pair().expect("socket pair");
-    let control = Arc::new(SentFd::new(ours, 0, keeper.closer.clone()));
-    keeper.clients.get_mut(&client).and_then(|client| client.view.as_mut()).expect("a view").control = control;
-    keeper.drop_client(client, "is gone");
-    let mut ends = [PollFd::new(&theirs, PollFlags::IN)];
-    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    assert_eq!(poll(&mut ends, Some(&now)), Ok(0), "the engine may have it");
-    keeper.closed(keeper.closing[0].seq, Ok(()));
-    poll(&mut ends, None).expect("poll");
-    assert!(ends[0].revents().contains(PollFlags::HUP));
+    assert_eq!(keeper.vms.closing().count(), 0);
     end_engine(&mut keeper);
 }
 
 #[test]
 fn a_vm_whose_processes_go_while_it_waits_for_missing_regions_is_closed_by_an_engine_after_the_search() {
     let (mut keeper, _dir) = keeper();
-    keeper.keep_engine();
+    keeper.keep_engines();
     let vm = new_vm(&mut keeper, "web");
     let (ours, theirs) = (memfd::create("ballast-test", Bytes(1 << 20)), memfd::create("ballast-test", Bytes(1 << 20)));
     let [ours, theirs] = [ours, theirs].map(|file| file.expect("memfd"));
-    let entry = &mut keeper.vms[0];
     for file in [&ours, &theirs] {
-        let id = memfd::file_id(file).expect("stat");
-        entry.state.add_region(&[id], &Extents::one(Bytes(0), Bytes(1 << 20)).expect("good"), None).expect("a region");
-        entry.ram.push(None);
+        let region = ram(memfd::file_id(file).expect("stat"), 0);
+        first_vm(&mut keeper).held.append(&region).expect("a region");
     }
-    entry.state.take_over(1, 1, LOST).expect("it was open once");
+    first_vm(&mut keeper).held.state().take_over(1, 1, LOST).expect("it was open once");
     // A process of this test maps one of them.
     let mapped = ballast_sys::Mapping::shared(&theirs, 0, 1 << 20).expect("map");
     keeper.search_or_hand_over(vm);
-    assert!(keeper.vms[0].search.is_some(), "it waits for its regions");
+    assert!(first_vm(&mut keeper).place.is_searched(), "it waits for its regions");
     keeper.close_vm(vm);
-    assert!(keeper.tend_closing() && !keeper.closing[0].given, "it is not forgotten");
+    assert!(keeper.tend_closing() && !first_closing(&mut keeper).is_given(), "it is not forgotten");
     drop(mapped);
     let begun = Instant::now();
     while keeper.tend_closing() {
         assert!(begun.elapsed() < Duration::from_secs(60), "no engine gets it");
         std::thread::yield_now();
     }
-    assert!(keeper.closing[0].given && keeper.closing[0].entry.search.is_none());
-    keeper.reopened(vm);
-    assert!(keeper.closing.is_empty(), "a process that returns has it again");
+    let closing = first_closing(&mut keeper);
+    assert!(closing.is_given() && !closing.vm.place.is_searched());
+    let fd = closing.vm.held.state().fd().try_clone_to_owned().expect("duplicate");
+    let state = StateFile::open(fd).expect("its state file");
+    let held = Held::new(state, Vec::new(), "test".into(), 0).expect("a VM");
+    keeper.vms.add(Vm { held, place: Place::with(Who::Engine) });
+    assert_eq!(keeper.vms.closing().count(), 0, "a process that returns has it again");
     end_engine(&mut keeper);
 }
 
@@ -261,16 +262,17 @@ fn a_vm_whose_processes_go_while_it_waits_for_missing_regions_is_closed_by_an_en
 fn what_an_engine_lacked_for_a_vm_is_remembered_if_it_has_the_vm_and_as_long_as_it_is_not_the_keepers() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let is_lost = |keeper: &Keeper| keeper.vms[0].lost.is_some();
+    let is_lost = |keeper: &Keeper| keeper.vms.get(vm).is_some_and(|vm| vm.place.is_lost());
     keeper.lost(Who::Next, vm);
     assert!(!is_lost(&keeper), "that engine has it not");
-    keeper.vms[0].at = At::Next;
+    first_vm(&mut keeper).place = Place::with(Who::Next);
     keeper.lost(Who::Engine, vm);
     assert!(!is_lost(&keeper), "it has moved");
     keeper.lost(Who::Next, vm);
-    keeper.vms[0].lost.as_mut().expect("it is to be tried again").again_at = Instant::now();
+    assert!(is_lost(&keeper));
+    first_vm(&mut keeper).place.try_now();
     assert!(keeper.tend_lost().is_some() && is_lost(&keeper), "orders of it go to the next engine");
-    keeper.vms[0].at = At::Engine;
+    first_vm(&mut keeper).place.go_back();
     assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
     // The keeper is to become another program: what is lost now is tried at once, and what is lost then after a pause.
     keeper.lost(Who::Engine, vm);
@@ -288,25 +290,26 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
     const STAMP: u64 = 8;
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
-    first.keep_engine();
+    first.keep_engines();
     // As its engine would.
-    let arena = first.vms[0].stores[0].iter().next().expect("an arena");
+    let arena = first_vm(&mut first).held.stores()[0].iter().next().expect("an arena");
     arena::format(&arena::RAM, &**arena, 4).expect("laid out");
-    let escrow = first.vms[0].escrow().expect("escrow");
+    let escrow = first_vm(&mut first).held.escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, arena::RAM.format, "arena")] {
         let file = std::fs::File::from(memfd::reopen(escrow[at].as_fd(), true).expect("reopen"));
         let newer = Stamp { version: 99, least_reader: 98 };
         file.write_all_at(&newer.to_word().to_le_bytes(), STAMP).expect("write");
-        let sent = sent_back(&second, &escrow);
+        let sent = sent_back(&escrow);
         let refused = second.resume(&attach_as("web", Some(id)), sent, 0).map(|_| ()).expect_err("too new");
+        let refused = format!("{refused:#}");
         let said = format!("{name}: it has version 99 and needs a reader of at least 98");
         assert!(refused.contains(&said), "{refused}");
         file.write_all_at(&ours.stamp().to_word().to_le_bytes(), STAMP).expect("write");
     }
-    let engine = first.engine.as_ref().expect("an engine");
-    let lives = poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], Some(&Timespec::default()))
-        .expect("poll");
+    let engine = first.engines.get(Who::Engine).expect("an engine");
+    let lives =
+        poll(&mut [PollFd::from_borrowed_fd(engine.pidfd(), PollFlags::IN)], Some(&Timespec::default())).expect("poll");
     assert_eq!(lives, 0, "the engine that serves it was ended");
     end_engine(&mut first);
 }
@@ -315,34 +318,16 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
 fn a_resumed_vm_whose_name_is_taken_is_called_something_else_and_it_is_said() {
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
-    let escrow = first.vms[0].escrow().expect("escrow");
+    let escrow = first_vm(&mut first).held.escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     new_vm(&mut second, "web");
-    let sent = sent_back(&second, &escrow);
+    let sent = sent_back(&escrow);
     let resumed = second.resume(&attach_as("web", Some(id)), sent, 0).expect("resumed");
-    assert_eq!((resumed.state.id(), resumed.state.name().as_str()), (id, "web-2"));
-    assert!(matches!(&second.unsaid[..], [Order::Note { kind, .. }] if kind == "renamed"), "{:?}", second.unsaid);
-    let refused = second.create(&attach_as("web", None), 0, std::process::id()).map(|_| ());
+    assert_eq!((resumed.id(), resumed.name().as_str()), (id, "web-2"));
+    let unsaid = second.engines.unsaid();
+    assert!(matches!(unsaid, [Order::Note { kind, .. }] if kind == "renamed"), "{unsaid:?}");
+    let refused = second.create(&attach_as("web", None), Peer { pid: std::process::id(), uid: 0 }).map(|_| ());
     refused.expect_err("a new VM must have a name of its own");
-}
-
-#[test]
-fn an_engine_that_takes_no_orders_does_not_hold_up_its_keeper_and_gets_them_all_in_the_end() {
-    let (mut keeper, _dir) = keeper();
-    keeper.keep_engine();
-    let note = |number: u32| Order::Note { vm: None, kind: "test".into(), message: number.to_string() };
-    // The kernel's queue holds a few hundred at most.
-    for number in 0..5000 {
-        keeper.order(&note(number), &[]);
-    }
-    let engine = keeper.engine.as_mut().expect("an engine");
-    let waiting = engine.orders.len();
-    assert!(waiting > 0 && engine.interest().contains(PollFlags::OUT));
-    engine.flush();
-    assert_eq!(engine.orders.len(), waiting);
-    let last = ballast_base::wire::decode::<Order>(&engine.orders[waiting - 1].0).expect("an order");
-    assert_eq!(last, note(4999));
-    end_engine(&mut keeper);
 }
 
 #[test]
@@ -367,7 +352,7 @@ fn who_looks_for_a_socket_finds_one_while_the_next_keeper_takes_its_place() {
 }
 
 #[test]
-fn connections_that_never_attach_are_few_and_do_not_last() {
+fn connections_that_never_attach_do_not_last() {
     let (mut keeper, dir) = keeper();
     let path = dir.path().join("attach.sock");
     let listener = listen(&path, rustix::net::SocketType::SEQPACKET, None).expect("listen");
@@ -381,49 +366,13 @@ fn connections_that_never_attach_are_few_and_do_not_last() {
     let connections: Vec<OwnedFd> = (0..100).map(|_| connect()).collect();
     let now = Instant::now();
     for _ in 0..connections.len() {
-        keeper.accept(listener.as_fd());
+        keeper.clients.accept(listener.as_fd());
     }
-    assert_eq!(keeper.clients.len(), 64);
+    assert_eq!(keeper.clients.count(), 100);
     keeper.tend_clients(now);
-    assert_eq!(keeper.clients.len(), 64, "they have some time");
+    assert_eq!(keeper.clients.count(), 100, "they have some time");
     keeper.tend_clients(Instant::now() + Duration::from_secs(11));
-    assert_eq!(keeper.clients.len(), 0);
-    drop(connections);
-    let _late = connect();
-    keeper.accept(listener.as_fd());
-    assert_eq!(keeper.clients.len(), 1, "there is room again");
-}
-
-#[test]
-fn a_user_with_many_vms_that_cannot_be_closed_waits_and_nobody_else_does() {
-    let (mut keeper, _dir) = keeper();
-    let close = |keeper: &mut Keeper, uid: u32, number: u32| {
-        let attach = attach_as(&format!("vm-{uid}-{number}"), None);
-        let mut entry = VmEntry::create(&attach, uid, &keeper.closer).expect("state and arena");
-        let file = FileId { dev: u64::from(uid), ino: u64::from(number) };
-        entry.append(&ram(keeper, file, 0)).expect("a region");
-        let id = entry.state.id();
-        keeper.vms.push(entry);
-        keeper.close_vm(id);
-        id
-    };
-    let waits = |keeper: &Keeper, uid, resume| keeper.must_wait_for_others(uid, resume).is_some();
-    let first = close(&mut keeper, 7, 0);
-    let many = |keeper: &mut Keeper, uid, numbers: std::ops::Range<u32>| {
-        for number in numbers {
-            close(keeper, uid, number);
-        }
-    };
-    many(&mut keeper, 7, 1..63);
-    assert!(!waits(&keeper, 7, None));
-    many(&mut keeper, 7, 63..300);
-    assert_eq!(keeper.closing.len(), 300, "none is forgotten: somebody may bring its RAM");
-    assert_eq!(keeper.closing_ram(7), Bytes(300 << 20));
-    assert!(waits(&keeper, 7, None) && waits(&keeper, 7, Some(VmId([9; 16]))));
-    assert!(!waits(&keeper, 7, Some(first)), "it comes back as one of them");
-    assert!(!waits(&keeper, 8, None) && keeper.closing_ram(8) == Bytes(0));
-    many(&mut keeper, 0, 0..300);
-    assert!(!waits(&keeper, 0, None), "root's VMs are everybody's");
+    assert_eq!(keeper.clients.count(), 0);
 }
 
 #[test]
@@ -433,42 +382,47 @@ fn a_client_that_returns_as_one_vm_waits_for_the_ram_of_another_vm_that_is_closi
     let ids: Vec<VmId> = [1, 2]
         .map(|number| {
             let id = new_vm(&mut keeper, &format!("vm-{number}"));
-            let region = ram(&keeper, file(number), 0);
-            let entry = keeper.vms.iter_mut().find(|vm| vm.state.id() == id).expect("just made");
-            entry.append(&region).expect("a region");
+            let region = ram(file(number), 0);
+            first_vm(&mut keeper).held.append(&region).expect("a region");
             keeper.close_vm(id);
             id
         })
         .into();
-    let of = |files: &[(u64, u64)]| -> Vec<Ram> {
-        files.iter().map(|(ino, offset)| ram(&keeper, file(*ino), *offset)).collect()
-    };
-    assert_eq!(keeper.must_wait(Some(ids[0]), &of(&[(1, 0)])), None);
+    let of =
+        |files: &[(u64, u64)]| -> Vec<Ram> { files.iter().map(|(ino, offset)| ram(file(*ino), *offset)).collect() };
+    assert_eq!(keeper.vms.must_wait(Some(ids[0]), &of(&[(1, 0)])), None);
     for (vm, files) in [(None, [(3, 0), (1, 0)]), (Some(ids[0]), [(1, 0), (2, 4096)])] {
-        keeper.must_wait(vm, &of(&files)).expect("another VM's");
+        keeper.vms.must_wait(vm, &of(&files)).expect("another VM's");
     }
-    assert_eq!(keeper.must_wait(None, &of(&[(1, 1 << 20), (2, 8 << 20)])), None, "another part of the files");
+    assert_eq!(keeper.vms.must_wait(None, &of(&[(1, 1 << 20), (2, 8 << 20)])), None, "another part of the files");
+}
+
+/// This process waits to unplug its region. Returns the number of the order.
+fn unplug(keeper: &mut Keeper, key: u64) -> u64 {
+    let seq = keeper.engines.number();
+    let order = |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva: Hva(0), region: Some(0) };
+    keeper.clients.wait(key, Answer::Ok, seq, order).expect("it is attached");
+    seq
 }
 
 #[test]
 fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_not() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let region = ram(&keeper, FileId { dev: 1, ino: 2 }, 0);
-    keeper.vms[0].append(&region).expect("a region");
-    keeper.vms[0].bring(0, region.files);
+    let region = ram(FileId { dev: 1, ino: 2 }, 0);
+    first_vm(&mut keeper).held.append(&region).expect("a region");
+    first_vm(&mut keeper).held.bring(0, region.files);
     for is_removed in [false, true] {
-        let (key, _socket) = process_of(&mut keeper, vm, 7);
-        let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: Some(0) };
-        let asked = Asked { client: key, order, answer: Answer::Ok };
+        let (key, _sockets) = process_of(&mut keeper, vm, 7);
+        let seq = unplug(&mut keeper, key);
         if is_removed {
-            keeper.vms[0].state.remove_region(0);
+            first_vm(&mut keeper).held.state().remove_region(0);
         }
-        keeper.answered(1, &asked, Ok(()));
-        assert!(keeper.clients[&key].view.as_ref().expect("a view").spans.is_empty());
-        let engine = Process { pid: 1, start: 1 };
-        let (Order::OpenVm { files, .. }, _) = open_order(&mut keeper.vms[0], engine) else { panic!("another order") };
-        assert_eq!((keeper.vms[0].ram[0].is_none(), files), (is_removed, u8::from(!is_removed)));
+        keeper.answered(seq, Ok(()));
+        assert!(keeper.clients.view(key).expect("a view").spans.is_empty());
+        let held = &first_vm(&mut keeper).held;
+        let (Order::CheckVm { files, .. }, _) = held.check(0) else { panic!("another order") };
+        assert_eq!((held.add_region(7, None, 0).is_none(), files), (is_removed, u8::from(!is_removed)));
     }
 }
 
@@ -476,43 +430,41 @@ fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_no
 fn a_region_that_was_removed_after_its_last_process_was_gone_keeps_no_files() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let region = ram(&keeper, FileId { dev: 1, ino: 2 }, 0);
-    keeper.vms[0].append(&region).expect("a region");
-    keeper.vms[0].bring(0, region.files);
+    let region = ram(FileId { dev: 1, ino: 2 }, 0);
+    first_vm(&mut keeper).held.append(&region).expect("a region");
+    first_vm(&mut keeper).held.bring(0, region.files);
     let [(unplugs, _a), (stays, _b)] = [7, 8].map(|pid| process_of(&mut keeper, vm, pid));
     // It hangs up before the engine says that the region is removed; the other one has it, too.
     keeper.drop_client(unplugs, "is gone");
-    keeper.vms[0].state.remove_region(0);
-    keeper.tend_clients(Instant::now() + FORGET_EVERY);
-    assert!(keeper.vms[0].ram[0].is_some(), "the other has it");
-    keeper.clients.get_mut(&stays).expect("there").view.as_mut().expect("a view").spans.clear();
-    keeper.tend_clients(Instant::now() + FORGET_EVERY * 2);
-    assert!(keeper.vms[0].ram[0].is_none());
+    first_vm(&mut keeper).held.state().remove_region(0);
+    keeper.tend_vms(Instant::now());
+    assert!(first_vm(&mut keeper).held.add_region(7, None, 0).is_some(), "the other has it");
+    keeper.clients.unmap(stays, Hva(0));
+    keeper.tend_vms(Instant::now() + PING_EVERY);
+    assert!(first_vm(&mut keeper).held.add_region(7, None, 0).is_none());
 }
 
 #[test]
 fn ram_that_is_not_managed_is_a_figure_of_its_vm_and_a_whole_vm_needs_no_attach_to_report_it() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let (key, socket) = process_of(&mut keeper, vm, 7);
+    let (key, [socket, _control]) = process_of(&mut keeper, vm, 7);
     let mut tell = |len, why: &str| {
         let message = ClientToKeeper::Unmanaged { name: "other".into(), len: Bytes(len), why: why.into() };
         ballast_sys::scm::send(&socket, &encode(&message), &[]).expect("send");
         keeper.hear_client(key);
-        keeper.vms[0].state.unmanaged()
+        first_vm(&mut keeper).held.state().unmanaged()
     };
     assert_eq!(tell(1 << 20, "private"), Bytes(1 << 20));
     assert_eq!(tell(0, "unplugged"), Bytes(0));
     assert_eq!(tell(1 << 20, &"x".repeat(257)), Bytes(0), "refused");
 
-    keeper.clients.get_mut(&key).expect("it is there").view = None;
+    let (key, socket) = process(&mut keeper, 8);
     let report = |name: &str| ClientToKeeper::Unmanaged { name: name.into(), len: Bytes(0), why: "private".into() };
-    let faults = |keeper: &Keeper| keeper.clients[&key].faults;
-    let before = faults(&keeper);
     for (name, refused) in [("web", 0), ("a\u{1b}b", 1)] {
         ballast_sys::scm::send(&socket, &encode(&report(name)), &[]).expect("send");
         keeper.hear_client(key);
-        assert_eq!(faults(&keeper) - before, refused, "{name:?}");
+        assert_eq!(keeper.clients.faults(key), refused, "{name:?}");
     }
 }
 
@@ -520,8 +472,7 @@ fn ram_that_is_not_managed_is_a_figure_of_its_vm_and_a_whole_vm_needs_no_attach_
 fn no_reply_to_a_client_overtakes_the_one_to_an_earlier_request() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let (key, socket) = process_of(&mut keeper, vm, 7);
-    keeper.clients.get_mut(&key).expect("it is there").owed.clear();
+    let (key, [socket, _control]) = process_of(&mut keeper, vm, 7);
     rustix::io::ioctl_fionbio(&socket, true).expect("FIONBIO");
     let heard = || {
         let next = || ballast_sys::scm::receive(&socket).ok().flatten();
@@ -534,32 +485,26 @@ fn no_reply_to_a_client_overtakes_the_one_to_an_earlier_request() {
         ballast_sys::scm::send(&socket, &encode(&request), &[]).expect("send");
         keeper.hear_client(key);
     }
-    let [pin, may_pin] = keeper.pending.keys().copied().collect::<Vec<_>>()[..] else { panic!("two wait") };
-    let done = |keeper: &mut Keeper, seq| {
-        let asked = keeper.pending.remove(&seq).expect("it waits");
-        keeper.answered(seq, &asked, Ok(()));
-    };
-    done(&mut keeper, may_pin);
+    let [pin, may_pin] = keeper.clients.numbers()[..] else { panic!("two wait") };
+    keeper.answered(may_pin, Ok(()));
     assert_eq!(heard(), [], "the reply to the pin is the first");
-    done(&mut keeper, pin);
+    keeper.answered(pin, Ok(()));
     let told = heard();
     let refused =
         |reply: &KeeperToClient, hva: &str| matches!(reply, KeeperToClient::Refused(why) if why.ends_with(hva));
     let [KeeperToClient::Ok, second, KeeperToClient::Ok, fourth] = &told[..] else { panic!("{told:?}") };
     assert!(refused(second, "0x8") && refused(fourth, "0x9"), "{told:?}");
-    assert!(keeper.clients[&key].owed.is_empty());
 }
 
 #[test]
 fn the_next_engine_is_not_told_of_memory_that_a_process_waits_to_unplug() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
-    let (key, _socket) = process_of(&mut keeper, vm, 7);
-    let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: Some(0) };
-    keeper.pending.insert(1, Asked { client: key, order, answer: Answer::Ok });
+    let (key, _sockets) = process_of(&mut keeper, vm, 7);
+    unplug(&mut keeper, key);
     let unplugged = keeper.unplugs_of(vm);
     assert_eq!(unplugged, [(7, Hva(0), 0)]);
-    let view = keeper.clients[&key].view.as_ref().expect("a view");
+    let view = keeper.clients.view(key).expect("a view");
     let spans = |pid| match add_view(pid, view, &unplugged, None).0 {
         Order::AddView { spans, .. } => spans.len(),
         order => panic!("{order:?}"),
@@ -567,34 +512,19 @@ fn the_next_engine_is_not_told_of_memory_that_a_process_waits_to_unplug() {
     assert_eq!((spans(7), spans(8)), (0, 1), "another process has not unplugged it");
 }
 
-/// The same RAM as another descriptor says, under the numbers of `file`.
-fn ram_in(keeper: &Keeper, file: FileId, fd: &OwnedFd) -> Ram {
-    let fd = SentFd::new(fd.try_clone().expect("duplicate"), 0, keeper.closer.clone());
-    Ram { files: vec![(Arc::new(fd), file)], ..ram(keeper, file, 0) }
-}
-
 #[test]
-fn another_file_with_the_numbers_of_a_vms_ram_joins_no_vm_and_keeps_none_away() {
+fn only_a_process_of_its_user_or_of_root_joins_a_vm() {
     let (mut keeper, _dir) = keeper();
-    let [own, forged] = [(); 2].map(|()| memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd"));
-    let file = memfd::file_id(&own).expect("stat");
-    // Another file, of which the keeper reads these numbers: no test can turn the counter of inodes.
-    let [own, forged] = [&own, &forged].map(|fd| ram_in(&keeper, file, fd));
-    let mut entry = VmEntry::create(&attach_as("web", None), 7, &keeper.closer).expect("state and arena");
-    let again = |ram: &Ram| Ram { files: ram.files.clone(), extents: ram.extents.clone(), ..*ram };
-    entry.number(vec![again(&own)], true, &mut Vec::new()).expect("its RAM");
-    keeper.vms.push(entry);
-    let known = |keeper: &Keeper, uid, ram: &Ram| keeper.known(&attach_as("x", None), uid, &[again(ram)]);
-    assert_eq!([7, 0].map(|uid| known(&keeper, uid, &own)), [Ok(Some(0)), Ok(Some(0))]);
-    let refused = known(&keeper, 8, &own).expect_err("another user's");
+    let own = || ram(FileId { dev: 1, ino: 2 }, 0);
+    let vm = add_vm(&mut keeper, "web", 7);
+    first_vm(&mut keeper).held.number(vec![own()], true, &mut Vec::new()).expect("its RAM");
+    let known = |uid| keeper.known(&attach_as("x", None), uid, &[own()]);
+    assert_eq!([7, 0].map(|uid| known(uid).expect("not refused")), [Some(vm), Some(vm)]);
+    let refused = known(8).expect_err("another user's").to_string();
     assert!(refused.contains("of user 7"), "{refused}");
-    known(&keeper, 7, &forged).expect_err("another file");
-    keeper.vms[0].number(vec![again(&forged)], true, &mut Vec::new()).expect_err("not even as a part of that VM");
-    assert_eq!(keeper.vms[0].kin(&[again(&forged)]), Kin::Other);
-    // The other way round: the other file is there first, and the VM with the file returns.
-    assert_eq!(keeper.must_wait(Some(VmId([9; 16])), &[again(&forged)]), None);
-    let vm = keeper.vms[0].state.id();
-    keeper.vms[0].ram[0] = None;
-    keeper.must_wait(None, &[again(&own)]).expect("its process has not returned, so nothing is proven");
-    assert_eq!(keeper.must_wait(Some(vm), &[again(&own)]), None, "it returns itself");
+    let escrow = first_vm(&mut keeper).held.escrow().expect("escrow");
+    let (mut second, _dir) = self::keeper();
+    let resumed = second.resume(&attach_as("web", Some(vm)), sent_back(&escrow), 7).expect("resumed");
+    second.vms.add(resumed);
+    assert_eq!(second.vms.must_wait(Some(vm), &[own()]), None, "it returns itself");
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, VmId};
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::upgrading::Stage as Shown;
@@ -18,19 +19,18 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use crate::admit::Escrow;
-use crate::closer::SentFd;
+use crate::client::Peer;
 use crate::engine::{Engine, Who};
 use crate::fence;
 use crate::keeper::{Keeper, Standing};
-use crate::options::Options;
+use crate::place::At;
 use crate::program::Program;
-use crate::regions::At;
-use crate::replacing::Step;
 use crate::stage::Stage;
 use crate::store_files::Files;
-use crate::tests::{LOST, attach_as};
+use crate::tests::{LOST, attach_as, keeper_of};
 use crate::upgrading;
-use crate::waiting::{Answer, Asked};
+use crate::vms::Vm;
+use ballast_sys::slow_fd::SlowFd;
 
 /// Random numbers of a seed.
 struct Random(u64);
@@ -74,10 +74,10 @@ struct Played {
 impl Played {
     fn of(engine: &Engine) -> Self {
         // The process that sleeps never reads its end.
-        let socket = pidfd_getfd(engine.child.pidfd(), 0, PidfdGetfdFlags::empty()).expect("its standard input");
+        let socket = pidfd_getfd(engine.pidfd(), 0, PidfdGetfdFlags::empty()).expect("its standard input");
         rustix::io::ioctl_fionbio(&socket, true).expect("non-blocking");
         Self {
-            process: engine.process,
+            process: engine.process(),
             socket,
             orders: Vec::new(),
             open: BTreeMap::new(),
@@ -94,7 +94,7 @@ impl Played {
     }
 
     fn done(&self, seq: u64, result: Result<(), &str>) {
-        self.say(&Report::Done { seq, result: result.map_err(str::to_owned) });
+        self.say(&Report::Done { seq, result: result.map_err(Failure::from) });
     }
 
     fn listen(&mut self) {
@@ -118,8 +118,6 @@ fn die(process: Process) {
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Manners {
     Good,
-    /// It says that it has opened what it has not.
-    Lies,
     /// It refuses a VM that it looks at.
     Refuses,
     /// It cannot open a VM though it said so.
@@ -195,51 +193,50 @@ impl World {
         let program = dir.path().join("engine");
         install_script(&program, "exec sleep 1000");
         install_script(&dir.path().join("other"), "exec sleep 1000");
-        let (api, _) = scm::pair().expect("socket pair");
-        let starter = ballast_sys::spawn::Starter::new().expect("a starter");
-        let program = Program::at(program).expect("a program");
-        let keeper = Keeper::new(Options::default(), program, starter, api);
+        let keeper = keeper_of(program);
         let mut world = Self { keeper, _dir: dir, played: Vec::new(), fault: None };
-        world.keeper.keep_engine();
+        world.keeper.keep_engines();
         world.play_new();
         for number in 0..vms {
             world.attach(number);
         }
-        let engine = world.keeper.engine.as_mut().expect("an engine");
-        engine.pulse.starting = None;
         world.act_all(Manners::Good);
         world
     }
 
+    fn vm(&self, at: usize) -> &Vm {
+        self.keeper.vms.iter().nth(at).expect("there are so many")
+    }
+
     fn attach(&mut self, number: usize) -> VmId {
         let attach = attach_as(&format!("vm-{number}"), None);
-        let entry = self.keeper.create(&attach, 0, std::process::id()).expect("state and arena");
-        let id = entry.state.id();
-        self.keeper.vms.push(entry);
+        let peer = Peer { pid: std::process::id(), uid: 0 };
+        let vm = self.keeper.create(&attach, peer).expect("state and arena");
+        let id = vm.id();
+        self.keeper.vms.add(vm);
         self.keeper.hand_over(id, None);
         id
     }
 
     /// The connection of its only process is cut.
     fn cut(&mut self, id: VmId) -> Gone {
-        let entry = self.keeper.vm(id).expect("it is there");
+        let held = &self.keeper.vms.get(id).expect("it is there").held;
         let reopen = |fd: &dyn AsFd| memfd::reopen(fd.as_fd(), true).expect("reopen");
-        let arena = entry.stores[0].iter().next().expect("an arena").as_fd();
-        let gone = Gone { id, state: reopen(&entry.state.fd()), arena: reopen(&arena) };
+        let arena = held.stores()[0].iter().next().expect("an arena").as_fd();
+        let gone = Gone { id, state: reopen(&held.state().fd()), arena: reopen(&arena) };
         self.keeper.close_vm(id);
         gone
     }
 
     /// It comes back, unless it is told to come later.
     fn come_back(&mut self, gone: Gone) -> Result<(), Gone> {
-        if self.keeper.must_wait(Some(gone.id), &[]).is_some() {
+        if self.keeper.vms.must_wait(Some(gone.id), &[]).is_some() {
             return Err(gone);
         }
-        let sent = |fd| SentFd::new(fd, 0, self.keeper.closer.clone());
+        let sent = SlowFd::from;
         let escrow = Escrow { state: sent(gone.state), stores: vec![Files::ram(sent(gone.arena))] };
-        let entry = self.keeper.resume(&attach_as("back", Some(gone.id)), escrow, 0).expect("resumed");
-        self.keeper.vms.push(entry);
-        self.keeper.reopened(gone.id);
+        let vm = self.keeper.resume(&attach_as("back", Some(gone.id)), escrow, 0).expect("resumed");
+        self.keeper.vms.add(vm);
         self.keeper.hand_over(gone.id, None);
         Ok(())
     }
@@ -257,28 +254,25 @@ impl World {
             self.keeper_turns();
             std::thread::yield_now();
         }
-        panic!("it never comes to that: {:?}", self.keeper.last_upgrade);
+        panic!("it never comes to that: {:?}", self.keeper.upgrades.last());
     }
 
     /// The number of the first question of an upgrade that this is true of.
     fn question(&self, is_it: impl Fn(upgrading::Asked) -> bool) -> Option<u64> {
-        let asked = &self.keeper.upgrade.as_ref()?.asked;
-        asked.iter().filter(|(_, asked)| is_it(**asked)).map(|(seq, _)| *seq).min()
+        self.keeper.upgrades.questions().filter(|(_, asked)| is_it(*asked)).map(|(seq, _)| seq).min()
     }
 
     /// Take over the sockets of engines that the keeper has started.
     fn play_new(&mut self) {
-        let next = self.keeper.upgrade.as_ref().map(|upgrade| &upgrade.next);
-        for engine in self.keeper.engine.as_ref().into_iter().chain(next) {
-            if self.played.iter().all(|played| played.process != engine.process) {
+        for engine in [Who::Engine, Who::Next].into_iter().filter_map(|who| self.keeper.engines.get(who)) {
+            if self.played.iter().all(|played| played.process != engine.process()) {
                 self.played.push(Played::of(engine));
             }
         }
     }
 
     fn is_next(&self, at: usize) -> bool {
-        let next = self.keeper.upgrade.as_ref().map(|upgrade| upgrade.next.process);
-        next == Some(self.played[at].process)
+        self.keeper.engines.process(Who::Next) == Some(self.played[at].process)
     }
 
     /// Kill an engine and have it dead for certain; the keeper does not know yet.
@@ -304,16 +298,15 @@ impl World {
         self.reap();
         self.keeper.hear(Who::Engine);
         self.keeper.hear(Who::Next);
-        let is_dead = |process: Process| process.is_dying();
-        if self.keeper.upgrade.as_ref().is_some_and(|upgrade| !upgrade.is_dead() && is_dead(upgrade.next.process)) {
+        if self.keeper.engines.process(Who::Next).is_some_and(Process::is_dying) {
             self.keeper.next_died();
         }
-        if self.keeper.engine.as_ref().is_some_and(|engine| is_dead(engine.process)) {
+        if self.keeper.engines.process(Who::Engine).is_some_and(Process::is_dying) {
             self.keeper.reap_engine();
             // Engines that die young are started ever more slowly.
-            self.keeper.young_deaths = 0;
+            self.keeper.engines.forget_deaths();
         }
-        self.keeper.keep_engine();
+        self.keeper.keep_engines();
         self.keeper.tend_fences();
         self.keeper.tend_upgrade();
         self.play_new();
@@ -356,19 +349,19 @@ impl World {
             let busy: Vec<_> = (0..self.played.len()).filter(can).collect();
             let busy: Vec<_> = busy.into_iter().filter(|at| !self.played[*at].orders.is_empty()).collect();
             busy.iter().for_each(|at| self.act(*at, Manners::Good));
-            if self.keeper.upgrade.is_none() {
+            if self.keeper.upgrades.stage().is_none() {
                 let hang = (0..self.played.len()).find(|at| self.played[*at].hangs && !self.played[*at].is_dead);
                 if let Some(at) = hang {
                     self.kill(at);
                 }
                 return self.act_all(Manners::Good);
             }
-            let waits = self.keeper.vms.iter().any(|vm| vm.fenced.is_some());
-            if let Some(upgrade) = self.keeper.upgrade.as_mut().filter(|_| busy.is_empty() && !waits) {
-                upgrade.age(Duration::from_secs(1));
+            let waits = self.keeper.vms.iter().any(|vm| vm.place.fenced().is_some());
+            if busy.is_empty() && !waits {
+                self.keeper.upgrades.age(Duration::from_secs(1));
             }
         }
-        panic!("no end: {:?}", self.keeper.last_upgrade);
+        panic!("no end: {:?}", self.keeper.upgrades.last());
     }
 
     /// This engine carries out its next order.
@@ -384,7 +377,7 @@ impl World {
         let (order, fds) = self.played[at].orders.remove(0);
         if let Order::OpenVm { vm, .. } | Order::CloseVm { vm, .. } = &order {
             // An engine that the keeper has not got any more must have been killed before another one gets its VM.
-            let ours = self.keeper.ours();
+            let ours = self.keeper.engines.ours();
             let has_it = |played: &&mut Played| !played.is_dead && played.open.contains_key(vm);
             for played in self.played.iter_mut().filter(has_it).filter(|played| !ours.contains(&played.process)) {
                 die(played.process);
@@ -444,8 +437,7 @@ impl World {
                 me.done(seq, if was_open { Ok(()) } else { Err("it was not open") });
             }
             Order::Tell { seq, vm } => {
-                let lies = manners == Manners::Lies;
-                me.done(seq, if lies || me.open.contains_key(&vm) { Ok(()) } else { Err("it is not open") });
+                me.done(seq, if me.open.contains_key(&vm) { Ok(()) } else { Err("it is not open") });
             }
             Order::CloseVm { seq, vm } => {
                 assert_eq!(others.get(&vm), None, "VM {vm} is to end while another engine has it");
@@ -482,17 +474,17 @@ impl World {
                 self.act(*at, manners);
             }
             // The kernel takes a moment to end whom the keeper has killed.
-            if self.keeper.vms.iter().any(|vm| vm.fenced.is_some()) {
+            if self.keeper.vms.iter().any(|vm| vm.place.fenced().is_some()) {
                 std::thread::yield_now();
                 continue;
             }
-            if busy.is_empty() && self.keeper.upgrade.is_none() {
+            if busy.is_empty() && self.keeper.upgrades.stage().is_none() {
                 return;
             }
             turns += 1;
         }
         if of_next != Manners::Hangs {
-            panic!("no end: {:?}", self.keeper.last_upgrade);
+            panic!("no end: {:?}", self.keeper.upgrades.last());
         }
     }
 
@@ -511,7 +503,7 @@ impl World {
 
     /// One engine has all VMs, is the keeper's, and does not rest; no other engine is named.
     fn check_end(&self) -> usize {
-        let engine = self.keeper.engine.as_ref().expect("an engine").process;
+        let engine = self.keeper.engines.process(Who::Engine).expect("an engine");
         // An engine that the keeper has just killed takes a moment to die.
         let others = self.played.iter().filter(|played| played.process != engine);
         others.for_each(|played| die(played.process));
@@ -520,15 +512,15 @@ impl World {
         let last = &self.played[only];
         assert_eq!(last.process, engine);
         assert!(!last.rests, "it rests for ever");
-        let known: BTreeSet<VmId> = self.keeper.vms.iter().map(|vm| vm.state.id()).collect();
+        let known: BTreeSet<VmId> = self.keeper.vms.iter().map(Vm::id).collect();
         assert_eq!(last.open.keys().copied().collect::<BTreeSet<_>>(), known);
         assert!(last.open.values().all(|(_, does)| *does == Does::All), "{:?}", last.open);
-        for vm in &self.keeper.vms {
-            assert_eq!(vm.state.engine(), Some((engine.pid, engine.start)));
-            assert!(vm.at == At::Engine && vm.fenced.is_none());
-            assert_eq!(vm.state.leaving(), None);
+        for vm in self.keeper.vms.iter() {
+            assert_eq!(vm.held.state().engine(), Some((engine.pid, engine.start)));
+            assert!(vm.place.at() == At::Engine && vm.place.fenced().is_none());
+            assert_eq!(vm.leaving(), None);
         }
-        assert_eq!(last.told, Some(self.keeper.last_upgrade.stage));
+        assert_eq!(last.told, Some(self.keeper.upgrades.last().stage));
         only
     }
 }
@@ -540,31 +532,27 @@ fn every_vm_moves_to_the_engine_that_follows_and_back_again() {
     for round in 1..4 {
         world.begin();
         world.act_all(Manners::Good);
-        let now = &world.keeper.last_upgrade;
+        let now = world.keeper.upgrades.last();
         assert_eq!((now.number, now.stage, now.moved, now.checked), (round, Shown::Done, 9, 9), "{now:?}");
         assert_eq!(now.longest_gap_us, 0, "none was without an engine");
         assert_ne!(world.check_end(), first);
-        assert_eq!(world.keeper.restarts, 0);
+        assert_eq!(world.keeper.engines.restarts(), 0);
     }
 }
 
 #[test]
-fn an_engine_that_refuses_or_lies_or_cannot_is_ended_and_the_other_one_has_all_vms() {
-    for (manners, why) in [
-        (Manners::Refuses, "cannot serve VM vm-"),
-        (Manners::Lies, "has not opened it"),
-        (Manners::Fails, "it is not open"),
-    ] {
+fn an_engine_that_refuses_or_cannot_is_ended_and_the_other_one_has_all_vms() {
+    for (manners, why) in [(Manners::Refuses, "cannot serve VM vm-"), (Manners::Fails, "it is not open")] {
         let mut world = World::new(6);
         let first = world.check_end();
         world.begin();
         world.act_all(manners);
-        let now = world.keeper.last_upgrade.clone();
+        let now = world.keeper.upgrades.last().clone();
         assert!(now.stage == Shown::Failed && now.message.contains(why), "{manners:?}: {now:?}");
         assert_eq!(world.check_end(), first);
         world.begin();
         world.act_all(Manners::Good);
-        assert_eq!(world.keeper.last_upgrade.stage, Shown::Done, "after {manners:?}");
+        assert_eq!(world.keeper.upgrades.last().stage, Shown::Done, "after {manners:?}");
         assert_ne!(world.check_end(), first);
     }
 }
@@ -575,16 +563,14 @@ fn an_engine_that_says_nothing_is_not_waited_for_for_ever() {
     let first = world.check_end();
     world.begin();
     world.act_all(Manners::Hangs);
-    assert_eq!(world.keeper.upgrade.as_ref().map(|upgrade| upgrade.stage), Some(Stage::Checking));
+    assert_eq!(world.keeper.upgrades.stage(), Some(Stage::Checking));
     // As if that number of rounds had passed.
     for _ in 0..30 {
-        if let Some(upgrade) = &mut world.keeper.upgrade {
-            upgrade.age(Duration::from_secs(1));
-        }
+        world.keeper.upgrades.age(Duration::from_secs(1));
         world.keeper_turns();
     }
     world.act_all(Manners::Good);
-    let now = &world.keeper.last_upgrade;
+    let now = world.keeper.upgrades.last();
     assert!(now.stage == Shown::Failed && now.message.contains("in time"), "{now:?}");
     assert_eq!(world.check_end(), first);
 }
@@ -594,7 +580,7 @@ fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
     let mut world = World::new(2);
     world.begin();
     let (mut came, mut turns) = (0, 0);
-    while world.keeper.upgrade.is_some() {
+    while world.keeper.upgrades.stage().is_some() {
         came += 1;
         world.attach(10 + came);
         world.keeper_turns();
@@ -602,10 +588,10 @@ fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
             world.act(at, Manners::Good);
         }
         turns += 1;
-        assert!(turns < 300, "no end: {:?}", world.keeper.last_upgrade);
+        assert!(turns < 300, "no end: {:?}", world.keeper.upgrades.last());
     }
     world.act_all(Manners::Good);
-    assert_eq!(world.keeper.last_upgrade.stage, Shown::Done);
+    assert_eq!(world.keeper.upgrades.last().stage, Shown::Done);
     world.check_end();
 }
 
@@ -613,32 +599,32 @@ fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
 fn what_a_client_waits_for_is_asked_again_when_the_move_that_broke_it_off_fails() {
     let mut world = World::new(1);
     world.begin();
-    while !matches!(world.keeper.vms[0].at, At::Resting(_)) {
+    let rests = |world: &World| matches!(world.vm(0).place.at(), At::Resting(_));
+    while !rests(&world) {
         world.keeper_turns();
         for at in 0..world.played.len() {
-            if !matches!(world.keeper.vms[0].at, At::Resting(_)) {
+            if !rests(&world) {
                 world.act(at, Manners::Good);
             }
         }
     }
-    let (seq, vm) = (world.keeper.seq(), world.keeper.vms[0].state.id());
+    let (seq, vm) = (world.keeper.engines.number(), world.vm(0).id());
     let order = Order::Pin { seq, vm, reason: "test".into() };
-    world.keeper.pending.insert(seq, Asked { client: 1, order, answer: Answer::Ok });
+    world.keeper.clients.wait_for(seq, order);
     world.kill(1);
-    while world.keeper.upgrade.is_some() {
+    while world.keeper.upgrades.stage().is_some() {
         world.keeper_turns();
     }
     world.played[0].done(seq, Err("it is on its way to another engine"));
     world.keeper_turns();
-    let asked: Vec<u64> = world.keeper.pending.keys().copied().collect();
-    let [again] = asked[..] else { panic!("it was refused") };
+    let [again] = world.keeper.clients.numbers()[..] else { panic!("it was refused") };
     assert_ne!(again, seq);
     world.played[0].listen();
     let is_asked = |(order, _): &(Order, _)| matches!(order, Order::Pin { seq, .. } if *seq == again);
     assert!(world.played[0].orders.iter().any(is_asked), "the engine was not asked again");
     world.played[0].done(again, Ok(()));
     world.keeper_turns();
-    assert!(world.keeper.pending.is_empty());
+    assert!(world.keeper.clients.numbers().is_empty());
     world.act_all(Manners::Good);
     world.check_end();
 }
@@ -649,11 +635,11 @@ fn only_one_upgrade_at_a_time_and_only_to_an_absolute_path() {
     world.keeper.begin_upgrade("ballastd".into()).expect_err("relative");
     world.keeper.begin_upgrade("/nowhere/ballastd".into()).expect_err("not there");
     world.begin();
-    let program = world.keeper.last_upgrade.program.clone();
+    let program = world.keeper.upgrades.last().program.clone();
     world.keeper.begin_upgrade(program.clone()).expect("asked for again");
     assert_eq!(world.played.len(), 2);
     world.install_other();
-    let said = world.keeper.begin_upgrade(program).expect_err("another file has the name by now");
+    let said = world.keeper.begin_upgrade(program).expect_err("another file has the name by now").to_string();
     assert!(said.contains("is under way"), "{said}");
     world.keeper.begin_upgrade("/other/ballastd".into()).expect_err("one is under way");
     world.act_all(Manners::Good);
@@ -668,10 +654,10 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
         let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed) | 1);
         let mut world = World::new(1 + random.below(6) as usize);
         world.begin();
-        for vm in &world.keeper.vms {
+        for vm in world.keeper.vms.iter() {
             if random.below(4) == 0 {
                 for engine in &mut world.played {
-                    engine.rigid.insert(vm.state.id());
+                    engine.rigid.insert(vm.id());
                 }
             }
         }
@@ -689,15 +675,15 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
                     attached += 1;
                     world.attach(attached);
                 }
-                2 if world.keeper.vms.len() > 1 => {
-                    let at = random.below(world.keeper.vms.len() as u64) as usize;
-                    let id = world.keeper.vms[at].state.id();
+                2 if world.keeper.vms.iter().count() > 1 => {
+                    let at = random.below(world.keeper.vms.iter().count() as u64) as usize;
+                    let id = world.vm(at).id();
                     world.keeper.close_vm(id);
                 }
                 3..6 => world.keeper_turns(),
-                6 if !world.keeper.vms.is_empty() && gone.len() < 2 => {
-                    let at = random.below(world.keeper.vms.len() as u64) as usize;
-                    let id = world.keeper.vms[at].state.id();
+                6 if world.keeper.vms.iter().count() > 0 && gone.len() < 2 => {
+                    let at = random.below(world.keeper.vms.iter().count() as u64) as usize;
+                    let id = world.vm(at).id();
                     gone.push(world.cut(id));
                 }
                 7 => {
@@ -713,7 +699,7 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
         }
         world.act_all(Manners::Good);
         world.check_end();
-        *ends.entry(format!("{:?}", world.keeper.last_upgrade.stage)).or_insert(0) += 1;
+        *ends.entry(format!("{:?}", world.keeper.upgrades.last().stage)).or_insert(0) += 1;
     }
     assert!(ends.len() > 1, "the seeds come to one end only: {ends:?}");
 }
@@ -723,7 +709,7 @@ fn comes_back_while_it_is_opened(rigid: bool, opened: bool) {
     let mut world = World::new(1);
     let first = world.check_end();
     world.begin();
-    let id = world.keeper.vms[0].state.id();
+    let id = world.vm(0).id();
     if rigid {
         world.played[0].rigid.insert(id);
     }
@@ -745,7 +731,7 @@ fn comes_back_while_it_is_opened(rigid: bool, opened: bool) {
         }
     }
     world.act_all(Manners::Good);
-    let now = &world.keeper.last_upgrade;
+    let now = world.keeper.upgrades.last();
     assert_eq!((now.stage, now.message.as_str()), (Shown::Done, ""), "rigid {rigid}, opened {opened}: {now:?}");
     assert_ne!(world.check_end(), first);
 }
@@ -766,13 +752,13 @@ fn a_vm_of_two_engines_that_ends_while_it_waits_for_the_end_of_one_is_closed_by_
     for _ in 0..20 {
         let mut world = World::new(1);
         world.begin();
-        world.until(|world| world.keeper.vms[0].at == At::Both);
-        let id = world.keeper.vms[0].state.id();
+        world.until(|world| world.vm(0).place.at() == At::Both);
+        let id = world.vm(0).id();
         world.keeper.upgrade_fails("test");
-        waited |= world.keeper.vms[0].fenced.is_some();
+        waited |= world.vm(0).place.fenced().is_some();
         world.keeper.close_vm(id);
         world.act_all(Manners::Good);
-        world.until(|world| world.keeper.closing.is_empty());
+        world.until(|world| world.keeper.vms.closing().next().is_none());
         world.act_all(Manners::Good);
         assert_eq!(world.check_end(), 0);
         if waited {
@@ -787,7 +773,7 @@ fn a_vm_that_is_refused_and_gone_by_then_or_another_one_does_not_fail_the_upgrad
         let mut world = World::new(2);
         let first = world.check_end();
         world.begin();
-        let id = world.keeper.vms[0].state.id();
+        let id = world.vm(0).id();
         let seq = world.question(|asked| matches!(asked, upgrading::Asked::Check(vm) if vm == id)).expect("asked");
         world.played[1].listen();
         world.played[1].orders.retain(|(order, _)| !matches!(order, Order::CheckVm { vm, .. } if *vm == id));
@@ -797,7 +783,7 @@ fn a_vm_that_is_refused_and_gone_by_then_or_another_one_does_not_fail_the_upgrad
         }
         world.played[1].done(seq, Err("its memory was freed"));
         world.act_all(Manners::Good);
-        assert_eq!(world.keeper.last_upgrade.stage, Shown::Done, "{:?}", world.keeper.last_upgrade);
+        assert_eq!(world.keeper.upgrades.last().stage, Shown::Done, "{:?}", world.keeper.upgrades.last());
         assert_ne!(world.check_end(), first);
     }
 }
@@ -818,13 +804,13 @@ fn whichever_engine_fails_at_whatever_order_one_has_all_vms_in_the_end() {
                 let mut world = World::new(5);
                 let first = world.check_end();
                 world.begin();
-                let ids: Vec<_> = world.keeper.vms.iter().map(|vm| vm.state.id()).collect();
+                let ids: Vec<_> = world.keeper.vms.iter().map(Vm::id).collect();
                 world.played[0].rigid.extend(ids.iter().filter(|_| rigid));
                 world.fault = Some(Fault { at, kind, how, after });
                 world.end_in_time();
                 let case = format!("{at} {how:?} at {kind:?}, rigid {rigid}, after {after}");
                 assert!(world.fault.is_none(), "{case}: it did not come to that");
-                let (end, now) = (world.check_end(), world.keeper.last_upgrade.clone());
+                let (end, now) = (world.check_end(), world.keeper.upgrades.last().clone());
                 match (at, kind, how) {
                     // Nothing is asked of it that it refuses.
                     (0, Kind::ServeFaults, How::Refuses) => assert!(now.stage == Shown::Done && end == 1, "{case}"),
@@ -842,44 +828,6 @@ fn whichever_engine_fails_at_whatever_order_one_has_all_vms_in_the_end() {
 }
 
 #[test]
-fn an_engine_that_speaks_for_the_other_one_or_before_its_turn_is_ended() {
-    let fails = |what: &str, world: &mut World| {
-        world.act_all(Manners::Good);
-        let now = &world.keeper.last_upgrade;
-        assert!(now.stage == Shown::Failed && now.message.contains(what), "{now:?}");
-        assert_eq!(world.check_end(), 0);
-    };
-    let mut world = World::new(2);
-    let settings = world.keeper.settings.clone();
-    world.begin();
-    world.played[1].say(&Report::Settings(vec![1, 2, 3]));
-    world.keeper_turns();
-    assert_eq!(world.keeper.settings, settings, "nobody asked it");
-    world.played[1].say(&Report::Serving);
-    fails("it said that it serves before it was to", &mut world);
-
-    // That the old one has closed a VM, and that it has carried out what a client waits for.
-    let mut world = World::new(2);
-    world.begin();
-    let closes = |asked| matches!(asked, upgrading::Asked::Leave(_));
-    world.until(|world| world.question(closes).is_some());
-    let seq = world.question(closes).expect("asked");
-    world.played[1].done(seq, Ok(()));
-    fails("it answered what the other engine was asked", &mut world);
-
-    let mut world = World::new(2);
-    world.begin();
-    let (seq, vm) = (world.keeper.seq(), world.keeper.vms[0].state.id());
-    let order = Order::Pin { seq, vm, reason: "test".into() };
-    world.keeper.pending.insert(seq, Asked { client: 1, order, answer: Answer::Ok });
-    world.played[1].done(seq, Ok(()));
-    world.keeper_turns();
-    assert!(world.keeper.pending.contains_key(&seq), "the client was told what nobody knows");
-    world.keeper.pending.clear();
-    fails("it answered what the other engine was asked", &mut world);
-}
-
-#[test]
 fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
     let mut world = World::new(3);
     world.begin();
@@ -892,7 +840,7 @@ fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
                 let _ = scm::send(&socket, &pong, &[]);
             }
         });
-        while world.keeper.upgrade.is_some() {
+        while world.keeper.upgrades.stage().is_some() {
             world.keeper_turns();
             for at in 0..2 {
                 // Its message may not fit into the socket; then there would be nothing to wait for.
@@ -901,41 +849,45 @@ fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
                     world.act(at, Manners::Good);
                 }
             }
-            if let Some(upgrade) = &mut world.keeper.upgrade {
-                upgrade.age(Duration::from_secs(1));
-            }
+            world.keeper.upgrades.age(Duration::from_secs(1));
         }
         stop.store(true, Ordering::Relaxed);
     });
     world.act_all(Manners::Good);
-    assert_eq!(world.keeper.last_upgrade.stage, Shown::Failed);
+    assert_eq!(world.keeper.upgrades.last().stage, Shown::Failed);
     assert_eq!(world.check_end(), 0);
 }
 
 #[test]
 fn a_keeper_does_not_become_a_program_whose_engines_do_not_come_to_serve() {
     let mut world = World::new(2);
-    let program = world.keeper.program.path().to_owned();
+    let program = world.keeper.engines.program().path().to_owned();
     let (attach, _other) = scm::pair().expect("socket pair");
     let lock = attach.as_raw_fd();
     world.keeper.standing = Some(Standing { lock, attach: Arc::new(attach) });
     world.begin();
-    let is_moving = |world: &World| world.keeper.upgrade.as_ref().is_some_and(|upgrade| upgrade.stage == Stage::Moving);
+    let is_moving = |world: &World| world.keeper.upgrades.stage() == Some(Stage::Moving);
     world.until(is_moving);
     world.kill(0);
-    world.until(|world| world.keeper.upgrade.is_none());
-    // The program is asked whether it could be the keeper, and sleeps.
-    let asked = world.keeper.replacing.as_ref().map(|replacing| matches!(replacing.step, Step::Checking(_)));
-    assert_eq!((asked, world.keeper.last_program.as_ref().map(|last| last.path())), (Some(true), Some(&*program)));
-    assert_ne!(world.keeper.program.path(), program);
-    let other = world.keeper.program.path().display().to_string();
+    world.until(|world| world.keeper.upgrades.stage().is_none());
+    // This process has other threads, so there is no exec.
+    let waits = world.keeper.replacing.is_some();
+    assert_eq!((waits, world.keeper.engines.last_program().map(Program::path)), (true, Some(&*program)));
+    assert_ne!(world.keeper.engines.program().path(), program);
+    let other = world.keeper.engines.program().path().display().to_string();
     world.keeper.begin_upgrade(other.clone()).expect("it is what the keeper becomes");
     world.install_other();
     world.keeper.begin_upgrade(other).expect_err("the keeper becomes another file of this name");
     world.kill(1);
-    world.until(|world| world.keeper.engine.as_ref().is_some_and(|engine| engine.process != world.played[1].process));
-    assert_eq!(world.keeper.program.path(), program, "engines are started from what they were started from before");
-    let now = world.keeper.last_upgrade.clone();
+    world.until(|world| {
+        world.keeper.engines.process(Who::Engine).is_some_and(|engine| engine != world.played[1].process)
+    });
+    assert_eq!(
+        world.keeper.engines.program().path(),
+        program,
+        "engines are started from what they were started from before"
+    );
+    let now = world.keeper.upgrades.last().clone();
     assert!(world.keeper.replacing.is_none() && now.stage == Shown::Done, "{now:?}");
     assert_eq!(now.keeper, Some(Err("engines of it do not come to serve".into())));
     world.act_all(Manners::Good);

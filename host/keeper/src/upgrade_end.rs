@@ -3,43 +3,22 @@
 //! Before: a stage of the upgrade led to its end (`upgrade`; the tables are in `stage`). After: one engine is the
 //! keeper's. After a success the keeper's program follows (`replace`), and the old engine is reaped when it has ended.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: an engine that is not the keeper's any more stays on a list until it has ended and is reaped. One that is
-//! told to leave and does not is killed after 5 s.
-
-use std::time::{Duration, Instant};
 
 use ballast_handover::orders::Order;
-use ballast_handover::upgrading::{Stage as Shown, Upgrading};
-use ballast_sys::clock;
+use ballast_handover::upgrading::Upgrading;
 use ballast_sys::priority::run_beside;
-use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::engine::Engine;
+use crate::engine::Who;
 use crate::keeper::Keeper;
-use crate::regions::{At, VmEntry};
-use crate::stage::Deadline;
-use crate::upgrading::Leaving;
+use crate::place::At;
 use crate::waiting::Making;
 
 impl Keeper {
-    /// Kill the new engine. Its pidfd tells when it is dead; its messages do not count any more.
-    pub(crate) fn end_next(&mut self) {
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let why = &upgrade.shown.message;
-        tracing::error!(pid = upgrade.next.process.pid, "the engine that was to follow is ended: {why}");
-        let _ = pidfd_send_signal(upgrade.next.child.pidfd(), Signal::KILL);
-        upgrade.next.orders.clear();
-    }
-
     /// It is over, and the old engine has all VMs, or is gone.
     pub(crate) fn upgrade_failed(&mut self) {
-        self.end_next();
-        let Some(mut upgrade) = self.upgrade.take() else { return };
-        upgrade.shown.stage = Shown::Failed;
-        upgrade.shown.took_us = upgrade.begun.elapsed().as_micros() as u64;
-        self.zombies.push(upgrade.next.child);
-        self.last_upgrade = upgrade.shown;
-        let Upgrading { program, message, .. } = &self.last_upgrade;
+        self.upgrades.fail();
+        let Upgrading { program, message, .. } = self.upgrades.last();
+        self.engines.end_next(message);
         let message = format!("no engine of {program}: {message}; the engine that served goes on");
         tracing::error!("{message}");
         self.order(&Order::Resume, &[]);
@@ -50,24 +29,20 @@ impl Keeper {
 
     /// The new engine has all VMs, and answers.
     pub(crate) fn new_engine_serves(&mut self) {
-        self.order(&Order::Leave, &[]);
-        let old = self.put_in_place();
-        if let Some(old) = old {
-            self.leaving.push(Leaving { engine: old, deadline: Deadline::new(Instant::now()) });
-        }
+        self.put_in_place();
         run_beside();
         self.upgrade_is_done();
     }
 
     /// The old engine died when VMs had begun to move.
     pub(crate) fn promote(&mut self) {
-        let both: Vec<_> = self.vms.iter().filter(|vm| vm.at == At::Both).map(|vm| vm.state.id()).collect();
-        let opening: Vec<_> = self.upgrade.iter().flat_map(|upgrade| upgrade.opening.keys().copied()).collect();
+        let both = self.vms.which(|vm| vm.place.at() == At::Both);
+        let opening: Vec<_> = self.upgrades.opening().collect();
         self.put_in_place();
-        let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns_at(*at));
-        let ours = self.engine.as_ref().map(|engine| engine.process);
-        let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
-        let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();
+        let since = self.engines.unserved_since_ns();
+        let ours = self.engines.process(Who::Engine);
+        let ours = ours.map(|process| (process.pid, process.start));
+        let left = self.vms.which(|vm| vm.held.state().engine() != ours);
         // VMs of both are served by the new one until it can open them anew: words that the dead one had locked must be
         // mended.
         for vm in left.into_iter().chain(both) {
@@ -79,34 +54,28 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// The new engine takes the place of the old one, which is returned.
-    fn put_in_place(&mut self) -> Option<Engine> {
-        let upgrade = self.upgrade.as_mut()?;
-        let shown = upgrade.shown.clone();
-        let (begun, program, serves) = (upgrade.begun, upgrade.program.clone(), upgrade.serves);
-        let next = self.upgrade.take()?.next;
-        let old = self.engine.replace(next);
-        let last = std::mem::replace(&mut self.program, program);
-        self.last_program = Some(last).filter(|last| !last.is_file_of(&self.program) && !serves);
-        let mut entries: Vec<&mut VmEntry> = self.vms.iter_mut().collect();
-        for closing in &mut self.closing {
+    /// The new engine takes the place of the old one.
+    fn put_in_place(&mut self) {
+        let Some(program) = self.upgrades.end() else { return };
+        self.engines.follow(program);
+        for closing in self.vms.closing_mut() {
             // The old engine was making it: the new one opens it and goes on.
-            if closing.entry.at != At::Next {
+            if closing.vm.place.who() != Who::Next {
                 closing.take_back();
             }
-            entries.push(&mut closing.entry);
+            closing.vm.place.go_back();
         }
-        entries.into_iter().for_each(|entry| entry.at = At::Engine);
+        for vm in self.vms.iter_mut() {
+            vm.place.go_back();
+        }
         for order in self.making.iter().map(Making::order).collect::<Vec<_>>() {
             self.order(&order, &[]);
         }
-        self.last_upgrade = Upgrading { took_us: begun.elapsed().as_micros() as u64, ..shown };
-        old
     }
 
     /// The engine has followed. The keeper is next.
     fn upgrade_is_done(&mut self) {
-        let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = &self.last_upgrade;
+        let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = self.upgrades.last();
         let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);
         let how = match (message.as_str(), longest_gap_us) {
             ("", 0) => "each served at every moment".into(),
@@ -117,27 +86,6 @@ impl Keeper {
         tracing::info!("{message}");
         self.host_note("upgraded", message);
         self.show_upgrade();
-        self.begin_replacing(self.program.clone());
-    }
-
-    /// Reap engines that left, and end those that do not.
-    pub(crate) fn tend_leaving(&mut self) {
-        const LONGEST: Duration = Duration::from_secs(5);
-        let now = Instant::now();
-        let (mut gone, mut stay) = (Vec::new(), Vec::new());
-        for mut leaving in std::mem::take(&mut self.leaving) {
-            leaving.engine.flush();
-            match leaving.engine.child.try_wait() {
-                Ok(None) if leaving.deadline.is_over(now, LONGEST) => gone.push(leaving.engine),
-                Ok(None) => stay.push(leaving),
-                _ => {}
-            }
-        }
-        self.leaving = stay;
-        for engine in gone {
-            tracing::error!(pid = engine.process.pid, "an engine that was followed does not end: killing it");
-            let _ = pidfd_send_signal(engine.child.pidfd(), Signal::KILL);
-            self.zombies.push(engine.child);
-        }
+        self.begin_replacing(self.engines.program().clone());
     }
 }

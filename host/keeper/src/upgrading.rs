@@ -1,43 +1,19 @@
-//! The keeper's state of an upgrade under way, and of an engine that was replaced.
+//! The keeper's upgrades: the one under way, and the state of the last one, which operators see.
 //!
-//! Before: `upgrade` began one. After: it goes from stage to stage.
+//! Before: `upgrade` begins one. After: it goes from stage to stage, and ends.
 //! Threads: the keeper's one.
+//! Promise: only the tables of [`crate::stage`] lead from a stage to another, and each stage has its own deadline.
 
-use std::collections::HashMap;
-#[cfg(test)]
-use std::time::Duration;
+use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use ballast_base::wire::VmId;
-use ballast_handover::upgrading::Upgrading;
+use ballast_handover::failure::Failure;
+use ballast_handover::orders::Order;
+use ballast_handover::upgrading::{Stage as Shown, Upgrading};
 
-use crate::engine::{Engine, Who};
 use crate::program::Program;
-use crate::stage::{Deadline, Stage};
-
-/// An upgrade that is under way.
-pub(crate) struct Upgrade {
-    pub next: Engine,
-    /// The program that it was started from.
-    pub program: Program,
-    pub stage: Stage,
-    /// The state that operators see.
-    pub shown: Upgrading,
-    pub begun: Instant,
-    pub deadline: Deadline,
-    /// The settings that the new engine began with.
-    pub settings: Vec<u8>,
-    /// Orders of this upgrade that have not been answered.
-    pub asked: HashMap<u64, Asked>,
-    /// VMs that the new engine opens, and since when no engine serves them.
-    pub opening: HashMap<VmId, Instant>,
-    /// VMs that two engines serve, and since when.
-    pub both: HashMap<VmId, Instant>,
-    /// VMs with a process that neither engine could serve.
-    pub incomplete: Vec<VmId>,
-    /// The new engine has said that it serves.
-    pub serves: bool,
-}
+use crate::stage::{Deadline, Happens, Stage, Then};
 
 /// The subject of an order of the upgrade.
 #[derive(Clone, Copy, Debug)]
@@ -53,33 +29,262 @@ pub(crate) enum Asked {
     Leave(VmId),
 }
 
-impl Asked {
-    /// The engine that is asked.
-    pub fn whom(self) -> Who {
-        match self {
-            Self::Begun | Self::Check(_) | Self::Opened(_) => Who::Next,
-            Self::Rest | Self::ServeFaults(_) | Self::Part(_) | Self::Leave(_) => Who::Engine,
+/// The keeper's upgrades.
+#[derive(Default)]
+pub(crate) struct Upgrades {
+    under_way: Option<Upgrade>,
+    last: Upgrading,
+}
+
+/// An upgrade that is under way.
+struct Upgrade {
+    /// The program of the new engine.
+    program: Program,
+    stage: Stage,
+    begun: Instant,
+    deadline: Deadline,
+    /// The settings that the new engine began with.
+    settings: Vec<u8>,
+    /// Orders of this upgrade that have not been answered.
+    asked: HashMap<u64, Asked>,
+    /// VMs that the new engine opens, and since when no engine serves them.
+    opening: HashMap<VmId, Instant>,
+    /// VMs that two engines serve, and since when.
+    both: HashMap<VmId, Instant>,
+    /// VMs with a process that neither engine could serve.
+    incomplete: HashSet<VmId>,
+}
+
+impl Upgrades {
+    /// None is under way, and this was the last one.
+    pub fn after(last: Upgrading) -> Self {
+        Self { under_way: None, last }
+    }
+
+    /// The state of the one under way, or of the last one.
+    pub fn last(&self) -> &Upgrading {
+        &self.last
+    }
+
+    /// The stage of the one under way.
+    pub fn stage(&self) -> Option<Stage> {
+        self.under_way.as_ref().map(|upgrade| upgrade.stage)
+    }
+
+    /// The program of the one under way.
+    pub fn program(&self) -> Option<&Program> {
+        self.under_way.as_ref().map(|upgrade| &upgrade.program)
+    }
+
+    /// Did the new engine begin with these settings?
+    pub fn is_with(&self, settings: &[u8]) -> bool {
+        self.under_way.as_ref().is_some_and(|upgrade| upgrade.settings == settings)
+    }
+
+    /// One to this program begins, with so many VMs.
+    pub fn begin(&mut self, program: Program, settings: Vec<u8>, vms: u32) {
+        self.last = Upgrading {
+            number: self.last.number + 1,
+            program: program.path().display().to_string(),
+            stage: Shown::Checking,
+            vms,
+            ..Upgrading::default()
+        };
+        let now = Instant::now();
+        self.under_way = Some(Upgrade {
+            program,
+            stage: Stage::Checking,
+            begun: now,
+            deadline: Deadline::new(now),
+            settings,
+            asked: HashMap::new(),
+            opening: HashMap::new(),
+            both: HashMap::new(),
+            incomplete: HashSet::new(),
+        });
+    }
+
+    /// The order that tells engines the state of it.
+    pub fn show(&mut self) -> Order {
+        if let Some(upgrade) = &self.under_way {
+            self.last.took_us = micros_since(upgrade.begun);
         }
+        Order::Upgrading(self.last.clone())
+    }
+
+    /// An event of the stage. Returns the stage or the end that it leads to.
+    pub fn then(&mut self, happens: Happens, why: Option<&str>) -> Option<Then> {
+        let upgrade = self.under_way.as_mut()?;
+        upgrade.deadline = Deadline::new(Instant::now());
+        if let Some(why) = why.filter(|_| self.last.message.is_empty()) {
+            self.last.message = why.into();
+        }
+        let then = upgrade.stage.then(happens);
+        if let Then::Go(stage) = then {
+            tracing::debug!(?stage, "the upgrade goes on");
+            upgrade.stage = stage;
+            match stage {
+                Stage::Moving => self.last.stage = Shown::Switching,
+                Stage::Returning => {
+                    self.last.stage = Shown::Returning;
+                    upgrade.asked.clear();
+                    // The old engine has these again: its errors count.
+                    upgrade.opening.clear();
+                }
+                Stage::Checking | Stage::Resting | Stage::Serving => {}
+            }
+        }
+        Some(then)
+    }
+
+    /// It is over. Returns its program.
+    pub fn end(&mut self) -> Option<Program> {
+        self.show();
+        self.under_way.take().map(|upgrade| upgrade.program)
+    }
+
+    /// It is over, and no engine of its program serves.
+    pub fn fail(&mut self) {
+        self.end();
+        self.last.stage = Shown::Failed;
+    }
+
+    /// The keeper has become the program of the last one, or stays what it was.
+    pub fn finish(&mut self, keeper: Result<(), Failure>) {
+        self.last.keeper = Some(keeper);
+        self.last.stage = Shown::Done;
+    }
+
+    /// The order with this number asks this.
+    pub fn ask(&mut self, seq: u64, what: Asked) {
+        if let Some(upgrade) = &mut self.under_way {
+            upgrade.asked.insert(seq, what);
+        }
+    }
+
+    /// Is there no question without an answer?
+    pub fn has_all_answers(&self) -> bool {
+        self.under_way.as_ref().is_some_and(|upgrade| upgrade.asked.is_empty())
+    }
+
+    /// The order with this number was replied to. Returns its subject, if it is one of an upgrade.
+    pub fn answered(&mut self, seq: u64) -> Option<Asked> {
+        let upgrade = self.under_way.as_mut()?;
+        let asked = upgrade.asked.remove(&seq)?;
+        upgrade.deadline = Deadline::new(Instant::now());
+        Some(asked)
+    }
+
+    /// The step that is late, if one is, and its VM, if it has one.
+    pub fn late(&mut self, now: Instant) -> Option<(Option<VmId>, &'static str)> {
+        let upgrade = self.under_way.as_mut()?;
+        if !upgrade.deadline.is_over(now, upgrade.stage.longest()) {
+            return None;
+        }
+        let waits = upgrade.asked.values().filter_map(|asked| match asked {
+            Asked::ServeFaults(vm) => Some((*vm, "was not let go by the engine that serves it")),
+            Asked::Part(vm) | Asked::Leave(vm) => Some((*vm, "was not closed by the engine that serves it")),
+            Asked::Opened(vm) => Some((*vm, "was not opened by the new engine")),
+            _ => None,
+        });
+        Some(match upgrade.stage {
+            Stage::Checking => (None, "it did not look through all VMs"),
+            Stage::Resting => (None, "the engine that serves did not come to rest"),
+            Stage::Serving => (None, "it has all VMs and did not begin to serve"),
+            Stage::Moving | Stage::Returning => {
+                waits.min_by_key(|(vm, _)| vm.0).map_or((None, "no VM moved"), |(vm, what)| (Some(vm), what))
+            }
+        })
+    }
+
+    /// The new engine could serve one more VM.
+    pub fn checked(&mut self) {
+        self.last.checked += 1;
+    }
+
+    /// The new engine is to open this VM, which no engine serves since then.
+    pub fn opens(&mut self, vm: VmId, since: Instant) {
+        if let Some(upgrade) = &mut self.under_way {
+            upgrade.opening.insert(vm, since);
+        }
+    }
+
+    /// VMs that the new engine opens and that no engine serves.
+    pub fn opening(&self) -> impl Iterator<Item = VmId> {
+        self.under_way.iter().flat_map(|upgrade| upgrade.opening.keys().copied())
+    }
+
+    /// The new engine has opened this VM, or could not. Returns since when no engine served it.
+    pub fn opened(&mut self, vm: VmId) -> Option<Instant> {
+        self.under_way.as_mut()?.opening.remove(&vm)
+    }
+
+    /// The old engine could not serve all processes of this VM: the new one need not.
+    pub fn set_incomplete(&mut self, vm: VmId) {
+        if let Some(upgrade) = &mut self.under_way {
+            upgrade.incomplete.insert(vm);
+        }
+    }
+
+    /// Must the new engine serve all processes of this VM?
+    pub fn is_whole(&self, vm: VmId) -> bool {
+        self.under_way.as_ref().is_some_and(|upgrade| !upgrade.incomplete.contains(&vm))
+    }
+
+    /// Two engines serve this VM from now on.
+    pub fn shares(&mut self, vm: VmId) {
+        if let Some(upgrade) = &mut self.under_way {
+            upgrade.both.insert(vm, Instant::now());
+        }
+    }
+
+    /// The new engine has one more VM, which no engine served since then.
+    pub fn moved(&mut self, since: Option<Instant>) {
+        self.last.moved += 1;
+        self.last.longest_gap_us = self.last.longest_gap_us.max(since.map_or(0, micros_since));
+    }
+
+    /// The new engine has this VM, which both served, alone.
+    pub fn left(&mut self, vm: VmId) {
+        let since = self.under_way.as_mut().and_then(|upgrade| upgrade.both.remove(&vm));
+        self.last.moved += 1;
+        self.last.longest_switch_us = self.last.longest_switch_us.max(since.map_or(0, micros_since));
     }
 }
 
-impl Upgrade {
-    /// No message or act of the new engine counts any more.
-    pub fn is_dead(&self) -> bool {
-        self.stage == Stage::Returning
+fn micros_since(since: Instant) -> u64 {
+    since.elapsed().as_micros() as u64
+}
+
+#[cfg(test)]
+impl Upgrades {
+    /// As if it had been waited for longer, in rounds.
+    pub fn age(&mut self, round: std::time::Duration) {
+        if let Some(upgrade) = &mut self.under_way {
+            upgrade.deadline.age(round);
+        }
+    }
+
+    /// Questions without an answer, by number.
+    pub fn questions(&self) -> impl Iterator<Item = (u64, Asked)> {
+        self.under_way.iter().flat_map(|upgrade| upgrade.asked.iter().map(|(seq, asked)| (*seq, *asked)))
     }
 }
 
 #[cfg(test)]
-impl Upgrade {
-    /// As if it had been waited for longer, in rounds.
-    pub fn age(&mut self, round: Duration) {
-        self.deadline.age(round);
-    }
-}
+mod tests {
+    use super::*;
 
-/// An engine that was told to leave.
-pub(crate) struct Leaving {
-    pub engine: Engine,
-    pub deadline: Deadline,
+    #[test]
+    fn a_vm_that_returns_to_the_old_engine_is_opened_by_no_other() {
+        let mut upgrades = Upgrades::after(Upgrading::default());
+        upgrades.begin(Program::at("/proc/self/exe".into()).expect("this program"), Vec::new(), 1);
+        for stage in [Stage::Resting, Stage::Moving] {
+            assert_eq!(upgrades.then(Happens::Done, None), Some(Then::Go(stage)));
+        }
+        upgrades.opens(VmId([7; 16]), Instant::now());
+        assert_eq!(upgrades.opening().count(), 1);
+        assert_eq!(upgrades.then(Happens::Fails, Some("it died")), Some(Then::Go(Stage::Returning)));
+        assert_eq!(upgrades.opening().count(), 0, "an error of the old engine would be taken for one of the new");
+    }
 }

@@ -1,9 +1,10 @@
-//! Ahead: neighbouring pages of which no byte must be fetched, mapped before the guest touches them.
+//! Ahead: maps neighbouring pages that need no bytes from a store, before the guest touches them.
 //!
-//! Before: a thread touches memory in order, and a fault worker decided how far ahead to go. After: pages that only
-//! wait in quarantine are Resident and mapped; holes that mean zeros are filled.
-//! Threads: fault workers. Units: base pages. Promise: each page is moved under its lock, as its own fault would have
-//! moved it; a page that another thread holds, or in any other state, ends the run.
+//! Before: a thread touches memory in order, and a fault worker decided how far ahead to go. After: pages in quarantine
+//! are Resident and mapped; zero holes are filled.
+//! Threads: fault workers. Units: base pages.
+//! Promise: each page is moved under its lock, as by its own fault; a page that is locked or in another state ends the
+//! run.
 
 use ballast_base::{PageIdx, PageRange};
 
@@ -12,7 +13,7 @@ use crate::outcome::Move;
 use crate::page_state::{Cell, Locked, State, Word};
 
 /// Makes pages in Quarantine or Evicting Resident, from `first` on, and maps them. Returns their moves. A page that the
-/// kernel does not map is Resident all the same: its touch is a fault, which reports the reason.
+/// kernel does not map is Resident all the same; a touch of it faults, and that fault reports the reason.
 pub fn map_ahead<'a>(
     first: PageIdx,
     cells: impl Iterator<Item = Cell<'a>>,
@@ -25,8 +26,8 @@ pub fn map_ahead<'a>(
     locks.iter().map(|(from, lock)| Move { from: *from, to: lock.word() }).collect()
 }
 
-/// Fills holes that mean zeros, from `first` on: of Zero pages, and of Resident ones that are not in the file. Stops at
-/// the first page that is there. Returns the moves of the filled pages.
+/// Fills zero holes, from `first` on: of Zero pages, and of Resident ones that are not in the file. Stops at the first
+/// page that is in the file. Returns the moves of the filled pages.
 pub fn zero_ahead<'a>(first: PageIdx, cells: impl Iterator<Item = Cell<'a>>, memory: &impl Mapped) -> Vec<Move> {
     let wants = |state| matches!(state, State::Resident | State::Zero);
     let mut locks = lock_run(cells, wants, |from| from);
@@ -44,7 +45,8 @@ pub fn zero_ahead<'a>(first: PageIdx, cells: impl Iterator<Item = Cell<'a>>, mem
         .collect()
 }
 
-/// Locks neighbouring pages in these states, until one is not or is locked. Returns each lock with the word before it.
+/// Locks neighbouring pages in these states, up to the first that is in another one or locked. Returns each lock with
+/// the word before it.
 pub fn lock_run<'a>(
     cells: impl Iterator<Item = Cell<'a>>,
     wants: impl Fn(State) -> bool,

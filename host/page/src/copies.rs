@@ -1,8 +1,9 @@
 //! The store that a far page's word names, and the copies that words keep alive.
 //!
-//! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: the word alone
-//! says where its copy is. Threads: any.
-//! Promise: a word names a store by its number alone. An unknown number resolves to no store, and the page waits.
+//! Before: `evict` put a page into a store, and `shift` may have moved it to another. After: only the word says where
+//! its copy is.
+//! Threads: any.
+//! Promise: a word names a store only by its number. An unknown number resolves to no store, and the page waits.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Ends, GetOutcome, Handle, IoContext, PageBytes, PageKey, Store};
@@ -11,7 +12,7 @@ use crate::page_state::{State, Word};
 
 /// Finds the store of a far page.
 pub trait StoreOf {
-    /// The store that this word (Far or Restoring) names. With `None` a worker that has it serves the page later.
+    /// The store that this word (Far or Restoring) names. After `None`, another worker serves the page later.
     fn store_of(&self, word: Word) -> Option<Source<'_>>;
 }
 
@@ -20,18 +21,19 @@ pub trait StoreOf {
 pub struct Source<'a> {
     /// The store.
     pub store: &'a dyn Store,
-    /// For whom it reads, and until when.
+    /// Purpose and end of the reads.
     pub context: IoContext<'a>,
-    /// Knows how long its pages are waited for, if it may wait.
+    /// For a store that may wait: records how long its pages are waited for.
     pub watch: Option<&'a dyn Watch>,
 }
 
-/// Knows which pages of a store are waited for.
+/// Records which pages of a store are waited for.
 pub trait Watch: std::fmt::Debug {
-    /// A thread waited for this page, or for a run of pages from this one on: the outcome, `Busy` if some were.
+    /// A thread waited for this page, or for a run of pages that begins with it. The outcome of a run is `Busy` if one
+    /// of its pages was.
     fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome);
 
-    /// These were read together: some ahead of the thread that wants them.
+    /// These pages were read together, some of them ahead of the thread that will touch them.
     fn were_asked(&self, pages: &[(PageKey, Handle)], outcomes: &[GetOutcome]);
 
     /// This page was freed.
@@ -60,7 +62,7 @@ impl Source<'_> {
         outcomes
     }
 
-    /// The same, if no thread waits for some of them yet.
+    /// Like [`Source::get_run`], if no thread waits for some of the pages yet.
     pub fn get_ahead(self, pages: &[(PageKey, Handle)], out: &mut [PageBytes]) -> Vec<GetOutcome> {
         let outcomes = self.store.get_run(pages, out, self.context);
         if let Some(watch) = self.watch {
@@ -78,12 +80,12 @@ impl Source<'_> {
     }
 }
 
-/// The handle that a word keeps alive in its store, if any; `recover` tells the store not to sweep it.
+/// The handle that a word keeps alive in its store, if any: `recover` tells the store not to sweep it.
 pub fn live_handle(word: Word) -> Option<Handle> {
     matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
 }
 
-/// Free the copies that these words keep alive, of pages from `first` on.
+/// Frees the copies that these words, of pages from `first` on, keep alive.
 pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterator<Item = Word>) {
     for (page, word) in (first.page.0..).zip(words) {
         if let Some(handle) = live_handle(word)
@@ -94,7 +96,7 @@ pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterat
     }
 }
 
-/// The number of the store that has this page's bytes, if one has.
+/// Number of the store that has this page's bytes, if one has.
 pub fn store_number(word: Word) -> Option<u8> {
     live_handle(word).map(|_| word.store())
 }

@@ -1,9 +1,10 @@
-//! Discard: the guest frees pages, and Ballast drops their memory and their copies.
+//! Discard: the guest frees pages, and their memory and their copies are dropped.
 //!
-//! Before: a VMM announced that it frees a range. After: the pages' memory and copies are gone, and a touch reads
-//! zeros. Threads: client workers. Waits for a worker that holds one of the pages. Units: pages of a region.
+//! Before: a VMM announced that it frees a range. After: the pages' memory and copies are freed, and a touch reads
+//! zeros.
+//! Threads: discard workers; waits for a worker that holds one of the pages. Units: pages of a region.
 //! Promise: no copy is freed before the punch, and a word changes only after it. No page is locked while copies are
-//! freed: a store may have to wait for its own locks then.
+//! freed, because a store may have to wait for its own locks.
 
 use std::io;
 
@@ -17,21 +18,21 @@ use crate::page_state::{State, Word};
 /// The result of [`discard`] for a run of pages.
 #[derive(Debug, Default)]
 pub struct Discarded {
-    /// Number of discarded pages by their former state (of their granule's word), indexed by `State as usize`.
+    /// Discarded pages by the former state of their granule's word, indexed by `State as usize`.
     pub counts: [u64; State::COUNT],
-    /// Why a Poisoned page is still Poisoned, if one is.
+    /// The reason why a Poisoned page is still Poisoned, if one is.
     pub not_healed: Option<io::Error>,
 }
 
-/// The guest freed these pages: drop their far copies and their memory. The next touch reads zeros.
+/// Discards pages: frees their memory and copies. The next touch reads zeros.
 ///
 /// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
 /// for a lock while it holds one, so there is no deadlock. `pause` is called while another worker holds a page, and may
-/// give up. `heal` is called for each Poisoned page, under its lock: the kernel's poison mark outlives the punch and
+/// give up. `heal` is called for each Poisoned page, under its lock: the kernel's poison marker outlives the punch and
 /// must be replaced.
 ///
 /// # Errors
-/// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
+/// The region's file could not be punched: some of the pages may read as zeros, and their words are unchanged.
 pub fn discard<'a>(
     region: RegionKey,
     run: PageRange,

@@ -1,11 +1,11 @@
 //! Evict: quarantine, copy out, commit, punch.
 //!
-//! Before: `reclaim` picked runs of pages that look cold. After: the host has the memory back and the words say Far or
-//! Zero; or the guest touched first and nothing happened.
+//! Before: `reclaim` picked runs of pages that look cold. After: the host has the memory, and the words say Far or
+//! Zero; or the guest touched a page first, and it stays.
 //! Threads: reclaim workers. Waits for the store, never for a fault.
-//! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
-//! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if
-//! reclaim is forced ([`LockedFrom::Copy`]).
+//! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch is under
+//! the page's lock (invariants 2 and 3). A fault waits for the punch of its run; in forced reclaim also for the copying
+//! ([`LockedFrom::Copy`]).
 
 use ballast_base::store::{IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
 use ballast_base::{PageIdx, PageRange};
@@ -16,24 +16,24 @@ use crate::memory::{Backing, ReadOutcome};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
 use crate::punch::{Committed, Evicted, punch};
 
-/// When a page on its way out is locked.
+/// When a page is locked during its eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockedFrom {
-    /// For its punch only: a touch before that keeps the page in memory and does not wait.
+    /// For its punch only: an earlier touch keeps the page in memory and does not wait.
     Punch,
-    /// From before the copy on: the page is evicted in any case. A thread that touches it meanwhile waits for the run
-    /// and restores it.
+    /// From before the copy on: the page is evicted in any case. A thread that touches it waits for the run, and
+    /// restores it.
     Copy,
 }
 
-/// Where pages go.
+/// The target of an eviction.
 #[derive(Clone, Copy, Debug)]
 pub struct To<'a> {
     /// The store's number in words.
     pub number: u8,
     /// The store.
     pub store: &'a dyn Store,
-    /// The time, as the age byte of their words.
+    /// Time stamp for the age byte of the words.
     pub since: u8,
 }
 
@@ -44,17 +44,17 @@ impl StoreOf for To<'_> {
     }
 }
 
-/// Resident to Quarantine. False if the page is in any other state or a worker works on it.
+/// Changes Resident to Quarantine. Returns false if the page is in another state or locked.
 ///
-/// The caller zaps the page next. From the acknowledgement of that zap on, an unchanged word means an unchanged page.
+/// The caller then zaps the page. From the acknowledgement of that zap on, an unchanged word means an unchanged page.
 pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
     let word = cell.load();
     let free = word.state() == State::Resident && !word.is_locked();
     free && cell.swap(word, Word::quarantine(ticket, word.age()))
 }
 
-/// Take the granules of `run` that are still in Quarantine under `ticket` back to Resident; returns how many pages that
-/// are. They stay unmapped until they are touched.
+/// Makes the granules of `run` that are still in Quarantine under `ticket` Resident. Returns the number of pages. They
+/// stay unmapped until a touch.
 pub fn release<'a>(run: PageRange, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Granule<'a>) -> u64 {
     let size = granule_of(run.start()).pages();
     let released = run.step_by(size).filter(|page| {
@@ -66,9 +66,9 @@ pub fn release<'a>(run: PageRange, ticket: Ticket, granule_of: impl Fn(PageIdx) 
     released.count() as u64 * size
 }
 
-/// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many
-/// pages at a time as it holds (at least one). All locks of the run are held while it is punched, and if `from` says
-/// so, while it is copied. If anything fails, nothing is lost.
+/// Evicts the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many
+/// pages at a time as it holds (at least one). All locks of the run are held during the punch and, if `from` says so,
+/// during the copying. Whatever fails, nothing is lost.
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
     region: RegionKey,
@@ -82,8 +82,8 @@ pub fn evict<'a>(
 ) -> Evicted {
     let mut result = Evicted::default();
     let mut claimed = claim(run, &granule_of, ticket, from);
-    // Asked here and not earlier, because from the claim on every new pin is seen. Asked before the read, because the
-    // copy must contain what a device wrote before it unpinned the page.
+    // Not earlier, because after the claim each new pin is seen. Before the read, because the copy must contain what a
+    // device wrote before it unpinned the page.
     let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
     let mut held = backing.held(&pages).into_iter().peekable();
     claimed.retain_mut(|claim| {
@@ -94,16 +94,16 @@ pub fn evict<'a>(
         stays.is_none()
     });
     let copied = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
-    // All at once, after the copying: a thread that touches a page of the run waits for the punch, not for the copying
-    // of other pages.
+    // Committed together after the copying: a thread that touches a page of the run waits for the punch, not for the
+    // copying of other pages.
     let mut committed = commit(region, claimed, &granule_of, copied, to, &mut result);
     punch(&mut committed, backing, &to, &mut result);
     result
 }
 
-/// Quarantine to Evicting: the granules of `run` that are still in Quarantine under `ticket`. The others were
-/// quarantine hits, which the fault has counted. From here on every touch is seen: it finds the lock, or it changes the
-/// word and the commit fails.
+/// Changes Quarantine to Evicting: the granules of `run` still in Quarantine under `ticket`. The others were quarantine
+/// hits, which the fault has booked. From here on each touch is seen: it finds the lock, or it changes the word and the
+/// commit fails.
 fn claim<'a>(
     run: PageRange,
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
@@ -131,7 +131,7 @@ fn claim<'a>(
     claimed
 }
 
-/// Evicting to Far or Zero, under the lock: the granules that were copied completely and not touched meanwhile. The
+/// Changes Evicting to Far or Zero, under the lock: the granules that were copied completely and were not touched. The
 /// others keep their memory, and their copies are freed.
 fn commit<'a>(
     region: RegionKey,
@@ -174,18 +174,17 @@ fn commit<'a>(
     committed
 }
 
-/// The result of copying.
 struct Copied {
-    /// The new words of the granules' pages, page after page; the last granule's may be incomplete.
+    /// New words of the granules' pages, in order; the last granule's may be incomplete.
     words: Vec<Word>,
-    /// Which granules are all zero.
+    /// By granule: all zero.
     all_zero: Vec<bool>,
-    /// Which granules' memory failed. Their words mean nothing.
+    /// By granule: its memory failed, and its words mean nothing.
     unreadable: Vec<bool>,
 }
 
-/// Copy the granules in `claimed` to the store. Stops when the store refuses one, or when a read fails for another
-/// reason than failed memory.
+/// Copies the granules in `claimed` to the store. Stops when the store refuses one, or when a read fails, except for
+/// failed memory.
 fn copy_out<'a>(
     region: RegionKey,
     claimed: &[Claim<'_>],
@@ -203,7 +202,7 @@ fn copy_out<'a>(
     'granules: while let Some(Claim { page: first, evicting, lock }) = claimed.get(copies.len() / size) {
         let done = copies.len() % size;
         if done > 0 && lock.is_none() && granule_of(*first).cell().load() != *evicting {
-            // Touched: it will not be committed, so the rest of the huge page need not be copied.
+            // It was touched and will not be committed, so the rest of the huge page need not be copied.
             copies.resize(copies.len() - done + size, Word::INITIAL);
             continue;
         }
@@ -239,7 +238,7 @@ fn copy_out<'a>(
             copies.push(if zero && size == 1 {
                 Word::new(State::Zero, to.since)
             } else {
-                // Zeros within a huge page are an object, too, which occupies nothing.
+                // A zero page within a huge page gets a copy, too, which takes no space.
                 match to.store.put(key, bytes) {
                     PutOutcome::Stored(handle) => Word::far(to.number, handle, to.since),
                     refused => {
@@ -254,7 +253,7 @@ fn copy_out<'a>(
     Copied { words: copies, all_zero, unreadable }
 }
 
-/// A granule on its way out; locked if it is held from its copying on.
+/// A granule that is being evicted; `lock` is held while it is copied, if at all.
 struct Claim<'a> {
     page: PageIdx,
     evicting: Word,
@@ -262,7 +261,7 @@ struct Claim<'a> {
 }
 
 impl Claim<'_> {
-    /// Back to Resident; false if a touch has done that already.
+    /// Makes it Resident; returns false if a touch has done that.
     fn give_back(&mut self, granule: Granule<'_>) -> bool {
         let resident = Word::new(State::Resident, self.evicting.age());
         match self.lock.take() {
@@ -291,7 +290,7 @@ mod tests {
 
     const REGION: RegionKey = RegionKey { vm: VmId([0; 16]), number: 0 };
 
-    /// RAM whose third page cannot be read, for this reason; without one, because its memory failed.
+    /// RAM whose third page cannot be read, with this error, or because its memory failed.
     struct Broken(Option<&'static str>);
 
     impl Backing for Broken {
@@ -316,8 +315,8 @@ mod tests {
         }
     }
 
-    /// RAM in which a punch of several pages frees the first, writes zeros in the place of the second and then fails,
-    /// as if on another try; a punch of one page leaves zeros, and the second time fails as well.
+    /// RAM in which a punch of several pages frees the first, writes zeros to the second and then fails; a punch of one
+    /// page leaves zeros, and the second time fails.
     struct Failing {
         file: RefCell<[Option<u8>; 4]>,
         writes: bool,
@@ -354,8 +353,7 @@ mod tests {
         }
     }
 
-    /// The results for four pages that were to go, and what the guest would get of each: the file's byte, or the
-    /// copy's.
+    /// The results for an eviction of four pages, and the guest's view of each: the file's byte, or the copy's.
     fn evicted(run: PageRange, backing: &Failing) -> (Evicted, [State; 4], [Option<u8>; 4]) {
         let ticket = Ticket::new(1, 1);
         let words: [AtomicU64; 4] = Default::default();
@@ -410,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
+    fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_stay() {
         for from in [LockedFrom::Punch, LockedFrom::Copy] {
             let (done, states, held) = evicted_around(Some("a bad disk"), from, 2);
             assert_eq!((done.far, done.zero, done.aborted, done.refused, held), (2, 0, 0, 2, 2));
@@ -420,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_whose_memory_failed_stays_and_the_pages_around_it_go() {
+    fn a_page_whose_memory_failed_stays_and_the_pages_around_it_are_evicted() {
         for (from, at_a_time) in [(LockedFrom::Punch, 4), (LockedFrom::Copy, 4), (LockedFrom::Copy, 1)] {
             let (done, states, held) = evicted_around(None, from, at_a_time);
             assert!(done.failed.is_none(), "{:?}", done.failed);

@@ -1,12 +1,11 @@
-//! Fault: the guest touched a page that is not mapped. Give it the bytes it last wrote.
+//! Fault: the guest touched a page that is not mapped, and gets the bytes that it last wrote.
 //!
 //! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word has
 //! the reason why not.
-//! Threads: any number: fault workers, slow workers, and those that bring all pages back. Never waits for
-//! policy, logging, another VM or another page.
-//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose
-//! memory failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing
-//! worse.
+//! Threads: any number: fault workers, slow workers, and threads that restore all pages. Never waits for policy,
+//! logging, another VM or another page.
+//! Promise: the guest sees exactly the bytes that it last wrote, or the page is Poisoned and reported. A page whose
+//! memory failed while it was unmapped gives the guest the memory error that it would have got without Ballast.
 
 use std::io::{self, ErrorKind};
 
@@ -20,10 +19,10 @@ use crate::memory::{Backing, Holds, Mapped};
 use crate::outcome::{Move, Outcome, Served};
 use crate::page_state::{Cell, Locked, State, Word};
 
-/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` returns heat's new age
-/// for a page that was just touched.
+/// Serves one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` returns heat's new
+/// age for a page that was just touched.
 ///
-/// The granule may have left Quarantine or Evicting even if the fault must be served again; the outcome says so.
+/// The granule may have left Quarantine or Evicting even if the fault must be retried; the outcome says so.
 pub fn serve(
     granule: Granule<'_>,
     key: PageKey,
@@ -39,14 +38,14 @@ pub fn serve(
         if from.is_locked() {
             return Served::Later.into();
         }
-        // The lock keeps reclaim from picking a page in memory again before it is mapped.
+        // The lock keeps reclaim from picking a resident page again before it is mapped.
         let to = match from.state() {
             State::Resident => Word::new(State::Resident, from.age()),
             State::Quarantine | State::Evicting => Word::new(State::Resident, touched(from.age())),
             State::Zero | State::Poisoned => from,
             State::Far | State::Restoring if stores.store_of(from).is_none() => return Served::Later.into(),
-            // Not Restoring before the hole is filled: the bytes may take long to come, and recovery takes what is in
-            // the file of a Restoring page for its bytes.
+            // Not Restoring before the hole is filled: reading the bytes may take long, and recovery takes bytes in the
+            // file of a Restoring page for the page.
             State::Far | State::Restoring => from.in_state(State::Far),
         };
         let Some(mut lock) = cell.lock(from, to) else { continue };
@@ -64,7 +63,7 @@ pub fn serve(
     }
 }
 
-/// Unlock a granule, and free its copies if its word does not name them any more.
+/// Unlocks a granule, and frees its copies if its word does not name them any more.
 fn unlock(mut lock: Locked<'_>, from: Word, granule: Granule<'_>, key: PageKey, stores: &impl StoreOf) -> Move {
     let moved = Move { from, to: lock.word() };
     if !moved.drops_copies() {
@@ -80,7 +79,7 @@ fn unlock(mut lock: Locked<'_>, from: Word, granule: Granule<'_>, key: PageKey, 
     moved
 }
 
-/// Fill the hole of a granule that is known to be all zero.
+/// Fills the hole of a granule that is known to be all zero.
 fn fill_zeros(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
@@ -94,14 +93,13 @@ fn fill_zeros(
             lock.set(Word::new(State::Resident, 0));
             Ok(Served::Zeroed)
         }
-        // Memory that failed is not the page's: it has not been mapped since it was all zeros.
+        // Failed memory in its file is not the page's, which was not mapped since it was all zeros.
         Filled::No(Served::Failed) => backing.punch(PageRange::of(page, granule.pages())).map(|_| Served::Later),
         Filled::No(why) => Ok(why),
     }
 }
 
-/// Bring a far granule back, through `buffer`. The lock's word is Far; it becomes Resident, Far (try again) or
-/// Poisoned.
+/// Restores a far granule, through `buffer`. The lock's word is Far; it becomes Resident, Far (retry) or Poisoned.
 fn restore(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
@@ -114,16 +112,16 @@ fn restore(
     // Every return below that sets no other word leaves this one.
     let far = lock.word();
     let holds_now = || backing.holds(PageRange::of(key.page, granule.pages()));
-    // A minor fault means that the file has something.
+    // A minor fault means that the file has memory there.
     let mut holds = if kind == FaultKind::Minor { holds_now()? } else { Holds::Nothing };
     let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, buffer) };
     match copy {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
-        // The bytes in the file are the page, even if the copy is lost.
+        // Bytes in the file are the page, even if the copy is lost.
         GetOutcome::Absent | GetOutcome::Corrupt if holds_now()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
-            // The word first: if this engine dies here, its successor finds a page that it never maps.
+            // The word first: if this engine dies here, the next one finds a page that it never maps.
             lock.publish(Word::new(State::Poisoned, far.age()));
             let served = poison(key.page, memory, true);
             if !matches!(served, Ok(Served::Poisoned { .. })) {
@@ -153,16 +151,16 @@ fn restore(
         lock.set(Word::new(State::Resident, 0));
     }
     Ok(match filled.or(served) {
-        // The memory failed just now. The page stays Far, its copy is valid, and the next try installs it.
+        // The memory failed just now. The page stays Far with a valid copy, and the next try installs it.
         Served::Failed => Served::Later,
         served => served,
     })
 }
 
-/// Fill a far granule's hole. Its word says Restoring meanwhile, and Far again afterwards.
+/// Fills a far granule's hole. Its word says Restoring during the fill, and Far afterwards.
 fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
     let far = lock.word();
-    // From here on a successor must find Restoring, until it is known that nothing was filled.
+    // Until it is certain that nothing was filled, recovery must find Restoring.
     lock.publish(far.in_state(State::Restoring));
     let outcome = memory.install(page, bytes);
     lock.set(far);
@@ -172,12 +170,12 @@ fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[
     outcome
 }
 
-/// Replace zeros, or failed memory, in a far granule's file by the granule's bytes. The zeros are not its bytes (its
-/// word would say Zero) and the guest has not mapped it since its eviction: a foreign mapper has read or allocated it,
-/// or an old kernel has. The word says Far meanwhile, so that a successor replaces the zeros, too.
+/// Replaces zeros, or failed memory, in a far granule's file by its bytes. The zeros are not its bytes (its word would
+/// say Zero), and the guest has not mapped it since its eviction: a foreign mapper, or an old kernel, has read or
+/// allocated it. The word stays Far, so that recovery would replace the zeros, too.
 ///
-/// If a foreign mapper *writes* to the page between our look and this call, its bytes are lost. That holds at any time
-/// while the page is far.
+/// If a foreign mapper *writes* to the page between the check of the file and this call, its bytes are lost, as at any
+/// time while the page is far.
 fn replace(
     lock: &mut Locked<'_>,
     page: PageIdx,
@@ -188,23 +186,23 @@ fn replace(
     if let ([bytes], Holds::Zeros | Holds::Nothing) = (bytes, holds) {
         return match backing.write(page, bytes) {
             Ok(()) => Ok(FillOutcome::AlreadyThere),
-            // The zeros are gone again, and the host has no memory for a page now.
+            // The zeros were freed, and the host has no memory for a page now.
             Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::OutOfMemory) => {
                 Ok(FillOutcome::Retry)
             }
             Err(error) => Err(error),
         };
     }
-    // The kernel can write neither to a huge page's file nor to failed memory.
+    // The kernel can write neither to a file of huge pages nor to failed memory.
     backing.punch(PageRange::of(page, bytes.len() as u64))?;
     Ok(match install(lock, page, memory, bytes)? {
-        // Filled again already.
+        // Another process has filled it again.
         FillOutcome::AlreadyThere => FillOutcome::Retry,
         outcome => outcome,
     })
 }
 
-/// The bytes of all pages of a granule whose word is `word`; the worst outcome of any.
+/// Reads the bytes of all pages of a granule whose word is `word`; returns the worst outcome.
 fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf, out: &mut [PageBytes]) -> GetOutcome {
     if granule.pages() == 1 {
         return stores.store_of(word).map_or(GetOutcome::Busy, |store| store.get(first, word.handle(), &mut out[0]));
@@ -234,12 +232,12 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     worst
 }
 
-/// Bring back untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
-/// page that is not far, is locked, is in another store, or that the store does not return. Returns the moves of the
-/// restored pages. All stay locked until the last one is installed, so keep a run short.
+/// Restores untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
+/// page that is not far, is locked, is in another store, or is not returned by the store. Returns the moves of the
+/// restored pages. All stay locked until the last one is installed, so a run must be short.
 ///
 /// # Errors
-/// The kernel refused in a way it never should; the pages are far as before.
+/// The kernel failed in a way that it should not; the pages are still far.
 pub fn restore_run<'a>(
     first: PageKey,
     cells: impl Iterator<Item = Cell<'a>>,
@@ -252,12 +250,12 @@ pub fn restore_run<'a>(
     Ok(moves.into_iter().map(|(_, moved)| moved).collect())
 }
 
-/// The same for pages in rising order with gaps between them: a page that is not far, is locked, is in another store or
-/// is not returned is passed over. The store is asked once ([`ballast_base::store::Store::get_run`]). Returns each
+/// Like [`restore_run`], for pages in ascending order with gaps: a page that is not far, is locked, is in another store
+/// or is not returned is skipped. The store is asked once ([`ballast_base::store::Store::get_run`]). Returns each
 /// restored page and its move.
 ///
 /// # Errors
-/// The same.
+/// As [`restore_run`].
 pub fn restore_some<'a>(
     region: RegionKey,
     cells: impl Iterator<Item = (PageIdx, Cell<'a>)>,
@@ -268,7 +266,7 @@ pub fn restore_some<'a>(
     bring(region, cells, memory, stores, buffer, Ends::Later)
 }
 
-/// Does the first page that cannot be brought end it?
+/// Whether the first page that cannot be restored ends it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ends {
     AtAGap,
@@ -307,7 +305,7 @@ fn bring<'a>(
     let Some(store) = store else { return Ok(Vec::new()) };
     let buffer = &mut buffer[..held.len()];
     let outcomes = store.get_ahead(&names, buffer);
-    // For a page that is not there, the next fault finds out why.
+    // The next fault on a page that is not returned tells the reason.
     let found = |at: &usize| outcomes.get(*at) == Some(&GetOutcome::Found);
     let all = 0..held.len();
     let came: Vec<usize> =
@@ -326,11 +324,11 @@ fn bring<'a>(
         let filled = match memory.install_run(names[run[0]].0.page, &buffer[run[0]..run[0] + run.len()]) {
             Ok(filled) => filled,
             Err(error) if moves.is_empty() => return Err(error),
-            // The caller has moves to book. The next fault meets the same error.
+            // The caller has moves to book. The next fault meets this error.
             Err(_) => break,
         };
         let first = moves.len();
-        // All of their words first: a store that panics must leave none that says Far of a page that is mapped.
+        // All words first: if a store panics, no word may say Far of a mapped page.
         for at in &run[..filled.min(run.len())] {
             let Some(mut lock) = held[*at].take() else { continue };
             let from = lock.word();
@@ -353,14 +351,14 @@ fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served
     })
 }
 
-/// If `served` says that the memory of a page in its file failed, poison the page: every touch is a memory error from
+/// If `served` says that the memory of a page in its file failed, poisons the page: each touch is a memory error from
 /// now on. The failed memory stays in the file, unreadable, until the guest discards the page.
 fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
     if served != Served::Failed {
         return Ok(served);
     }
     let before = lock.word();
-    // The word first: if this engine dies here, its successor finds a page that it never maps.
+    // The word first: if this engine dies here, the next one finds a page that it never maps.
     lock.publish(Word::new(State::Poisoned, before.age()));
     let poisoned = poison(page, memory, true);
     if !matches!(poisoned, Ok(Served::Poisoned { .. })) {
@@ -371,7 +369,7 @@ fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapp
     Ok(Served::Failed)
 }
 
-/// Was the hole filled, so that the page in the file is now authoritative?
+/// Whether the hole was filled, so that the page in the file is authoritative.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Filled {
     Yes,
@@ -387,8 +385,8 @@ impl Filled {
     }
 }
 
-/// Follow up on filling a hole. A page that the file has already is the page (invariant 1; [`restore`] has made sure
-/// that it is not a foreign mapper's zeros): map it.
+/// Evaluates the fill of a hole. A page that is in the file already is authoritative (invariant 1; [`restore`] has
+/// ensured that it is not a foreign mapper's zeros), and is mapped.
 fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::Result<Filled> {
     let outcome = if outcome == FillOutcome::AlreadyThere { memory.map(page)? } else { outcome };
     Ok(match outcome {
@@ -403,8 +401,8 @@ fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::R
     })
 }
 
-/// Map a page whose word is Resident: it is in the file, or it is a hole that means zeros. The fault's kind is only a
-/// hint, because the page may have changed since the fault was raised. So if one call fails, the other one follows.
+/// Maps a page whose word is Resident: it is in the file, or it is a zero hole. The kind of the fault is only a hint,
+/// because the page may have changed since. So if one call fails, the other one follows.
 fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped) -> io::Result<Served> {
     if kind == FaultKind::Minor {
         match memory.map(page)? {

@@ -1,18 +1,19 @@
-//! A granule: the pages that move as one. It is a base page; or, in a region of hugetlbfs, the 512 pages of a huge
-//! page, whose mapping the kernel can neither split nor fill in part (the strict 2 MiB paging of Maestro, §3).
+//! A granule: the pages that move as one: a base page, or the 512 pages of a huge page of hugetlbfs, whose mapping the
+//! kernel can neither split nor fill in part (the strict 2 MiB paging of Maestro, §3).
 //!
-//! Before: `region` knows how large its granules are. After: `fault`, `evict` and `recover` move them.
-//! Threads: as for the word. Units: pages. Promise: the truth table of `page_state` holds for granules as for pages.
+//! Before: `region` knows the size of its granules. After: `fault`, `evict` and `recover` move them.
+//! Threads: as for the word. Units: pages.
+//! Promise: the truth table of `page_state` holds for granules as for pages.
 //!
 //! **The word of a granule is that of its first page**: its state, its lock, its age, its ticket. The words of the
 //! other pages only name their copies: they are Far with a handle while the granule is Far or Restoring, mean nothing
-//! while it is locked, and are otherwise [`Word::INITIAL`]. So every page of a granule is an object of its own in its
+//! while it is locked, and are otherwise [`Word::INITIAL`]. So each page of a granule has a copy of its own in the
 //! store, and recovery, sweep and spill find handles in words as they do for base pages. The order of writes makes a
 //! death at any instant harmless:
 //!
-//! - on the way out: copies, then the word says Far (locked), then the other words, then the punch, then the unlock;
-//! - on the way back, and in a discard: the file, then the word says Resident (locked), then the other words, then the
-//!   unlock. A word that says Resident makes the others mean nothing, whatever they hold.
+//! - eviction: copies; the word says Far (locked); the other words; the punch; the unlock;
+//! - restore and discard: the file; the word says Resident (locked); the other words; the unlock. While the word says
+//!   Resident, the others mean nothing.
 
 use ballast_base::store::{PageBytes, StoreSet};
 
@@ -28,26 +29,26 @@ pub struct Granule<'a> {
 }
 
 impl<'a> Granule<'a> {
-    /// The granule of these words; the first is the granule's.
+    /// The granule of these words; the first one is the granule's.
     ///
     /// # Panics
-    /// If there is none.
+    /// `words` is empty.
     pub fn new(words: &'a [AtomicU64]) -> Self {
         let (word, rest) = words.split_first().expect("a granule has at least one page");
         Self { word, rest }
     }
 
-    /// The word that moves.
+    /// The granule's word.
     pub fn cell(self) -> Cell<'a> {
         Cell::new(self.word)
     }
 
-    /// Pages in it.
+    /// Number of pages.
     pub fn pages(self) -> u64 {
         1 + self.rest.len() as u64
     }
 
-    /// Is it far, with some of its bytes in one of these stores?
+    /// Returns whether it is far, with a copy in one of these stores.
     pub fn is_in(self, stores: StoreSet) -> bool {
         let is_in = |word| store_number(word).is_some_and(|number| stores.contains(number));
         let word = self.cell().load();
@@ -64,25 +65,25 @@ impl<'a> Granule<'a> {
         index.checked_sub(1).map_or(self.cell(), |index| Cell::new(&self.rest[index])).load()
     }
 
-    /// Write the word of page `index`, not the first. The caller holds the lock.
+    /// Writes the word of page `index`, which is not 0. The caller holds the lock.
     pub fn set_word_of(self, index: usize, word: Word) {
         Cell::new(&self.rest[index - 1]).reset(word);
     }
 
-    /// Write them. The caller holds the lock.
+    /// Writes the words of the pages after the first. The caller holds the lock.
     pub fn set_rest(self, words: &[Word]) {
         for (cell, word) in self.rest.iter().zip(words) {
             Cell::new(cell).reset(*word);
         }
     }
 
-    /// Clear them and return their old values. The caller holds the lock, and the granule's word says Resident or
-    /// Poisoned.
+    /// Clears the words of the pages after the first, and returns the old ones. The caller holds the lock, and the
+    /// granule's word says Resident or Poisoned.
     pub fn take_rest(self) -> Vec<Word> {
         let words = self.rest().collect();
         for cell in self.rest {
             let cell = Cell::new(cell);
-            // A cleared word is not written again: a page of words that was never written costs no memory.
+            // A clear word is not written: a page of words that was never written needs no memory.
             if cell.load() != Word::INITIAL {
                 cell.reset(Word::INITIAL);
             }
@@ -90,13 +91,13 @@ impl<'a> Granule<'a> {
         words
     }
 
-    /// Lend a buffer for the bytes of all its pages.
+    /// Lends a buffer for the bytes of all its pages.
     #[cfg(not(loom))]
     pub fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         use std::cell::RefCell;
         thread_local! {
-            // A page for each thread that restores, 2 MiB for one that ever restored a huge page. Kept: fresh memory
-            // costs more than the copy.
+            // A page for each thread that restores, 2 MiB for one that ever restored a huge page. Kept, because
+            // allocating memory costs more than the copy.
             static BUFFER: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
         }
         BUFFER.with_borrow_mut(|buffer| {
@@ -108,7 +109,7 @@ impl<'a> Granule<'a> {
         })
     }
 
-    /// The model checker runs all threads on one.
+    /// The model checker runs all threads on one thread.
     #[cfg(loom)]
     pub fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         body(&mut vec![[0; _]; self.pages() as usize])

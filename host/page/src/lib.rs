@@ -1,8 +1,9 @@
 //! The moves of one page, which the model checker runs.
 //!
 //! Before: nothing; this crate knows no VM, no thread and no file. After: the pager calls these functions on the pages
-//! of real regions. Threads: any number, of any number of engines. Units: pages of a region.
-//! Promise: a word only moves as the table in [`page_state`] says.
+//! of real regions.
+//! Threads: any number, of any number of engines. Units: pages of a region.
+//! Promise: a word changes only as the table in [`page_state`] says.
 
 pub mod ahead;
 pub mod copies;

@@ -1,8 +1,9 @@
-//! Guest memory as the pager uses it: a narrow trait over the kernel, which the model checker can implement, too.
-//! A granule is named by its first page; both sides know how many pages it has.
+//! Guest memory as the pager uses it: a narrow trait over the kernel, which the model checker implements, too. A
+//! granule is named by its first page; both sides know its size.
 //!
-//! Before: `fault` and `evict` decide. After: the view does it with userfaultfd and the region's file.
-//! Threads: any that holds the lock of the granule. Promise: an outcome says what the file holds now.
+//! Before: `fault` and `evict` decide. After: the view acts by userfaultfd and the region's file.
+//! Threads: the holder of the granule's lock.
+//! Promise: an outcome says what the file holds now.
 
 use std::io;
 
@@ -15,8 +16,8 @@ use ballast_base::{PageIdx, PageRange};
 pub enum Punched {
     /// There is a hole.
     Gone,
-    /// Some of the pages are still in the file and **hold zeros now**. The kernel frees a part of a huge page only if
-    /// it can split that; while it is pinned, or another page of it is being mapped, it writes zeros instead.
+    /// Some of the pages are still in the file and **hold zeros**. The kernel frees a part of a huge page only if it
+    /// can split that; while the huge page is pinned, or another page of it is being mapped, it writes zeros instead.
     Stuck,
 }
 
@@ -25,7 +26,7 @@ pub enum Punched {
 pub enum Holds {
     /// A hole.
     Nothing,
-    /// Memory that is all zeros. They are never the bytes of a Far granule: a granule of zeros is Zero.
+    /// Memory that is all zeros, which are never the bytes of a Far granule: a granule of zeros is Zero.
     Zeros,
     /// Memory that failed: it cannot be read.
     Failed,
@@ -44,37 +45,37 @@ pub enum ReadOutcome {
 
 /// The file that holds one region.
 pub trait Backing {
-    /// Those of these granules that are pinned or may be, in their order: a device may write to such a granule without
-    /// a fault. Called when they are zapped and claimed, and before they are read. Returns none where the kernel does
-    /// not tell; then only the time since the zap protects them.
+    /// Those of these granules, in order, that are pinned or may be: a device may write to them without a fault. Called
+    /// when they are zapped and claimed, and before they are read. Returns none where the kernel cannot tell; then only
+    /// the time since the zap protects them.
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         let _ = granules;
         Vec::new()
     }
 
-    /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
+    /// Reads as many pages as `out` holds, from `first` on. A hole reads as zeros.
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome>;
 
-    /// What does the file have of these pages, which are one granule?
+    /// What the file holds at these pages, which are one granule.
     fn holds(&self, pages: PageRange) -> io::Result<Holds>;
 
-    /// Free these pages. The kernel unmaps them in every process.
+    /// Frees these pages. The kernel unmaps them in every process.
     ///
     /// # Errors
-    /// The kernel refused. Some of the pages may be gone, or hold zeros.
+    /// The kernel refused. Some of the pages may be freed, or hold zeros.
     fn punch(&self, pages: PageRange) -> io::Result<Punched>;
 
-    /// Put bytes into one base page of the file. (Files of huge pages cannot be written to.)
+    /// Writes bytes into one base page of the file. (Files of huge pages cannot be written to.)
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()>;
 }
 
-/// One process's mapping of the region. We serve its faults.
+/// One process's mapping of the region, whose faults the engine serves.
 pub trait Mapped {
-    /// Fill the hole with these bytes, a whole granule's, and map it.
+    /// Fills the hole of a granule with these bytes, and maps it.
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome>;
 
-    /// The same with a run of granules of one page each, all in one unit, as one if the kernel can. Returns how many
-    /// were filled, from the first on.
+    /// Like [`Mapped::install`], for a run of granules of one page each, all in one unit; by one call if the kernel
+    /// can. Returns how many were filled, from the first on.
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         for (done, page) in (first.0..first.0 + bytes.len() as u64).map(PageIdx).enumerate() {
             if self.install(page, &bytes[done..=done])? != FillOutcome::Done {
@@ -84,10 +85,10 @@ pub trait Mapped {
         Ok(bytes.len())
     }
 
-    /// Fill the hole with zeros and map the granule.
+    /// Fills the hole with zeros and maps the granule.
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// The same with base pages, from the first on, until one is there already. Returns how many were filled.
+    /// Like [`Mapped::install_zero`], for base pages, up to the first that is present. Returns how many were filled.
     fn zero_run(&self, pages: PageRange) -> io::Result<u64> {
         for (done, page) in pages.iter().enumerate() {
             if self.install_zero(page)? != FillOutcome::Done {
@@ -97,30 +98,30 @@ pub trait Mapped {
         Ok(pages.count())
     }
 
-    /// Map the granule that is in the file.
+    /// Maps a granule that is in the file.
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// The same with base pages, as far as they are in the file.
+    /// Maps those of these base pages that are in the file.
     fn map_run(&self, pages: PageRange) -> io::Result<()> {
         pages.iter().try_for_each(|page| self.map(page).map(drop))
     }
 
-    /// Make every touch of the granule a memory error, or stop the VM where the kernel cannot.
+    /// Makes every touch of the granule a memory error, or stops the VM where the kernel cannot.
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// Wake the threads that wait for the granule.
+    /// Wakes the threads that wait for the granule.
     fn wake(&self, page: PageIdx) -> io::Result<()>;
 }
 
-/// Punch a hole until it is seen. `punch` frees the pages, or has the kernel write zeros where it cannot.
+/// Punches until a hole is seen. `punch` frees the pages, or has the kernel write zeros where it cannot free them.
 ///
 /// # Errors
-/// The first `punch` failed. An error of a later one is none: by then the bytes may be zeros.
+/// The first `punch` failed. Errors of later ones are ignored, because the bytes may be zeros by then.
 pub fn punch_until_gone(
     mut punch: impl FnMut() -> io::Result<()>,
     is_hole: impl Fn() -> io::Result<bool>,
 ) -> io::Result<Punched> {
-    /// The cause that keeps the kernel from splitting a huge page is mostly gone after a moment.
+    /// The kernel can mostly split the huge page a moment later.
     const TRIES: u32 = 3;
     punch()?;
     for _ in 1..TRIES {

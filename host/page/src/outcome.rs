@@ -17,12 +17,12 @@ pub struct Move {
 }
 
 impl Move {
-    /// Did the granule leave Quarantine, or an eviction, because it was touched?
+    /// Returns whether the granule left Quarantine, or an eviction, because it was touched.
     pub fn is_quarantine_hit(self) -> bool {
         matches!(self.from.state(), State::Quarantine | State::Evicting)
     }
 
-    /// Does it leave a copy that no word names any more?
+    /// Returns whether it leaves a copy that no word names any more.
     pub fn drops_copies(self) -> bool {
         let names = |word: Word| matches!(word.state(), State::Far | State::Restoring);
         names(self.from) && !names(self.to)
@@ -40,22 +40,22 @@ pub enum Served {
     Zeroed,
     /// The page was restored from its store.
     Restored,
-    /// The page was far, and its hole in the file was filled by another process.
+    /// The page was far, and another process had filled its hole in the file.
     Filled {
-        /// With zeros, which the copy has replaced; other bytes are the page now.
+        /// The hole was filled with zeros, which the copy has replaced; otherwise the bytes there are the page now.
         zeros: bool,
     },
     /// The store lost the page.
     Poisoned {
-        /// The loss was found by this fault, not by an earlier one.
+        /// This fault found the loss, not an earlier one.
         newly: bool,
     },
     /// The memory of a page in its file failed: it is Poisoned now.
     Failed,
-    /// Serve it again soon: another thread holds this page, its store is busy or was not given, or the address space is
+    /// To be retried soon: another thread holds this page, its store is busy or was not given, or the address space is
     /// changing.
     Later,
-    /// The range is not ours any more, or the process is gone. This wakes no thread that still waits there.
+    /// The range is no longer registered, or the process has ended. Threads that wait there must still be woken.
     Gone,
 }
 
@@ -64,7 +64,7 @@ pub enum Served {
 pub struct Outcome {
     /// `None` if the granule was not locked.
     pub moved: Option<Move>,
-    /// What the guest sees. An error is an unexpected refusal of the kernel; nothing was lost.
+    /// The guest's view. An error is an unexpected refusal of the kernel; nothing was lost.
     pub served: io::Result<Served>,
 }
 

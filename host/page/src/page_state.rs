@@ -1,15 +1,15 @@
 //! The page-state word: one atomic `u64` per guest page, in memory that outlives engines.
 //!
-//! Before: `region` maps the words. After: `fault` and `evict` move them, `recover` repairs them after a death.
-//! Threads: any number of workers, of any number of engines, at once; every move is one compare-exchange.
-//! Promise: a word only moves as the table says. `tests/loom.rs` checks the moves against a modelled kernel.
+//! Before: `region` maps the words. After: `fault` and `evict` change them, `recover` repairs them after a death.
+//! Threads: any number of workers, of any number of engines, at once; every change is one compare-exchange.
+//! Promise: a word changes only as the table says. `tests/loom.rs` checks the changes against a modelled kernel.
 //!
 //! ```text
 //! bits  0..4   state
-//! bit   4      lock: one worker owns this page; all others try again later
+//! |   bit   4      lock: one worker owns this page; all others retry later
 //! bit   5      mark: an earlier spill pass found the page Far in RAM, under this handle (Far, Restoring)
 //! bits  6..8   reserved, zero
-//! bits  8..16  age, opaque to the pager (heat gives it its meaning); while Far or Zero, since when; 0 after a refault
+//! |   bits  8..16  age, defined by heat; while Far or Zero, the time stamp of the eviction; 0 after a refault
 //! bits 16..24  store number (Far, Restoring)
 //! bits 24..64  handle in that store (Far, Restoring) or ticket of the batch (Quarantine, Evicting)
 //! ```
@@ -31,7 +31,7 @@
 //! | Poisoned | no, or its memory failed and cannot be read | no | memory error |
 //! | the word itself was lost ([`Word::LOST`], always locked) | ? | ? | waits until recovery |
 //!
-//! The thread that moves it on, and what it holds:
+//! The threads that change it, and how:
 //!
 //! - **Resident**. Reclaim: to Quarantine(ticket), by CAS. Fault: to Poisoned, under the lock, if its memory failed (so
 //!   from Quarantine and Evicting).
@@ -41,13 +41,13 @@
 //!   CAS from the same ticket; to Resident, by CAS, if the page is pinned or cannot be read or stored.
 //! - **Evicting(ticket), locked by reclaim**, which is forced: to Far or Zero, still locked; unlocks as Resident if the
 //!   page is pinned or cannot be read or stored.
-//! - **Far, locked by reclaim**, which unlocks it when the punch is done.
-//! - **Far**. Fault: takes the lock. Discard: to Resident under the lock. Spill: sets
-//!   the mark, by CAS; to Far in another store, under the lock.
-//! - **Far, locked by fault**, which fetches the copy: to Restoring when that is there; back to Far if the store is
-//!   busy; to Poisoned if the store lost the page. A foreign mapper's zeros are replaced by the copy, and any other
-//!   bytes are the page now: to Resident; back to Far if neither can be done now.
-//! - **Far, locked by spill**, which unlocks it as Far, in the old store or the new one.
+//! - **Far, locked by reclaim**. Reclaim: unlocks it after the punch.
+//! - **Far**. Fault: takes the lock. Discard: to Resident under the lock. Spill: sets the mark, by CAS; to Far in
+//!   another store, under the lock.
+//! - **Far, locked by fault**. Fault: reads the copy; to Restoring when it has the bytes; back to Far if the store is
+//!   busy; to Poisoned if the store lost the page. A foreign mapper's zeros in the file are replaced by the copy; any
+//!   other bytes in the file are the page now: to Resident, or back to Far if that is impossible now.
+//! - **Far, locked by spill**. Spill: unlocks it as Far, in the old store or the new one.
 //! - **Restoring**. Fault: to Resident; back to Far if the hole could not be filled.
 //! - **Zero**. Fault, discard: to Resident under the lock.
 //! - **Poisoned**. Discard: to Resident under the lock.
@@ -78,19 +78,19 @@ const STORE_SHIFT: u32 = 16;
 const PAYLOAD_SHIFT: u32 = 24;
 const _: () = assert!(PAYLOAD_SHIFT + Handle::BITS == u64::BITS);
 
-/// Where a page is in its life. See the truth table above.
+/// The state of a page. See the truth table above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u64)]
 pub enum State {
     /// In DRAM, or never touched, or discarded: the guest owns it.
     Resident = 0,
-    /// Zapped and watched; still in DRAM.
+    /// Zapped, still in DRAM.
     Quarantine = 1,
     /// Being copied to a store; still in DRAM.
     Evicting = 2,
     /// In a store.
     Far = 3,
-    /// Being brought back.
+    /// Being restored.
     Restoring = 4,
     /// All zeros; nothing is stored.
     Zero = 5,
@@ -99,9 +99,9 @@ pub enum State {
 }
 
 impl State {
-    /// How many states there are.
+    /// Number of states.
     pub const COUNT: usize = 7;
-    /// All of them, in the order of their numbers.
+    /// All states, by number.
     pub const ALL: [Self; Self::COUNT] =
         [Self::Resident, Self::Quarantine, Self::Evicting, Self::Far, Self::Restoring, Self::Zero, Self::Poisoned];
 }
@@ -114,26 +114,26 @@ impl Word {
     /// The word of a page that no worker has moved yet: Resident, age 0. All-zero memory is a valid table.
     pub const INITIAL: Self = Self(0);
 
-    /// Replaces a word whose memory failed. No worker writes these bits. The lock keeps workers from the page until
-    /// recovery, which runs without workers, has repaired it.
+    /// Replaces a word whose memory failed; no worker writes these bits. The lock keeps workers from the page until
+    /// recovery, which runs without workers, has repaired the word.
     pub const LOST: Self = Self(STATE_MASK | LOCK);
 
-    /// The word itself was lost.
+    /// Returns whether the word was lost.
     pub const fn is_lost(self) -> bool {
         self.0 & STATE_MASK == STATE_MASK
     }
 
-    /// The word with these bits. They may come from another program version.
+    /// The word with these bits, which another program version may have written.
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// Does this program know every bit of it? A newer program may have written it.
+    /// Returns whether this program knows every bit, because a newer program may have written it.
     pub const fn is_known(self) -> bool {
         self.is_lost() || self.0 & STATE_MASK < State::COUNT as u64 && self.0 & RESERVED == 0
     }
 
-    /// The whole word.
+    /// All bits.
     pub const fn bits(self) -> u64 {
         self.0
     }
@@ -143,7 +143,7 @@ impl Word {
         Self(state as u64 | (age as u64) << AGE_SHIFT)
     }
 
-    /// The state. A state that no engine writes reads as Poisoned, so that such a page is never mapped.
+    /// The state. Bits that no engine writes read as Poisoned, so that the page is never mapped.
     pub const fn state(self) -> State {
         match self.0 & STATE_MASK {
             0 => State::Resident,
@@ -156,17 +156,17 @@ impl Word {
         }
     }
 
-    /// Does a worker hold its lock?
+    /// Returns whether a worker holds its lock.
     pub const fn is_locked(self) -> bool {
         self.0 & LOCK != 0
     }
 
-    /// Did an earlier spill pass find exactly this word?
+    /// Returns whether an earlier spill pass found exactly this word.
     pub const fn is_marked(self) -> bool {
         self.0 & MARK != 0
     }
 
-    /// The same word with the mark. No other constructor sets it.
+    /// This word with the mark. No other constructor sets it.
     pub const fn marked(self) -> Self {
         Self(self.0 | MARK)
     }
@@ -176,17 +176,17 @@ impl Word {
         (self.0 >> AGE_SHIFT) as u8
     }
 
-    /// The same word with another age.
+    /// This word with another age.
     pub const fn with_age(self, age: u8) -> Self {
         Self(self.0 & !(0xFF << AGE_SHIFT) | (age as u64) << AGE_SHIFT)
     }
 
-    /// Number of the store that holds the page.
+    /// Number of the store that has the page.
     pub const fn store(self) -> u8 {
         (self.0 >> STORE_SHIFT) as u8
     }
 
-    /// The handle in the store: meaningful in Far and Restoring.
+    /// Handle in the store: valid in Far and Restoring.
     pub fn handle(self) -> Handle {
         Handle::new(self.0 >> PAYLOAD_SHIFT).expect("the payload field is as wide as a handle")
     }
@@ -196,22 +196,22 @@ impl Word {
         Self(Self::new(State::Far, age).0 | (store as u64) << STORE_SHIFT | handle.bits() << PAYLOAD_SHIFT)
     }
 
-    /// In Quarantine in the batch with this ticket.
+    /// Quarantine, in the batch with this ticket.
     pub const fn quarantine(ticket: Ticket, age: u8) -> Self {
         Self(Self::new(State::Quarantine, age).0 | ticket.0 << PAYLOAD_SHIFT)
     }
 
-    /// The same word with the lock taken.
+    /// This word, locked.
     pub const fn locked(self) -> Self {
         Self(self.0 | LOCK)
     }
 
-    /// The same word with the lock released.
+    /// This word, unlocked.
     pub const fn unlocked(self) -> Self {
         Self(self.0 & !LOCK)
     }
 
-    /// The same handle, age and lock in another state.
+    /// This word in another state, with its handle, age and lock.
     pub const fn in_state(self, state: State) -> Self {
         Self(self.0 & !STATE_MASK | state as u64)
     }
@@ -226,7 +226,7 @@ impl fmt::Debug for Word {
     }
 }
 
-/// Names one batch of pages on its way out: 16 bits of engine epoch, 24 bits of counter.
+/// ID of a batch of zapped pages: 16 bits of engine epoch, 24 bits of counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
@@ -248,24 +248,24 @@ impl<'a> Cell<'a> {
         Self(word)
     }
 
-    /// The word now.
+    /// The current word.
     pub fn load(self) -> Word {
         Word(self.0.load(Ordering::Acquire))
     }
 
-    /// Move from exactly `from` to `to`; false if the word was anything else.
+    /// Changes `from` to `to`; returns false if the word is not `from`.
     pub fn swap(self, from: Word, to: Word) -> bool {
         self.0.compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Take the lock while moving `from` (unlocked) to `to`. The guard releases it.
+    /// Takes the lock, changing `from` (unlocked) to `to`. The guard releases it.
     pub fn lock(self, from: Word, to: Word) -> Option<Locked<'a>> {
         debug_assert!(!from.is_locked());
         self.swap(from, to.locked()).then(|| Locked { cell: self, word: to })
     }
 
-    /// Overwrite the word. Only for `recover`, when no other worker of any engine runs, and for a [`Granule`]'s other
-    /// words.
+    /// Overwrites the word. Only for `recover`, when no worker of any engine runs, and for the other words of a
+    /// [`Granule`].
     ///
     /// [`Granule`]: crate::granule::Granule
     pub fn reset(self, to: Word) {
@@ -273,7 +273,7 @@ impl<'a> Cell<'a> {
     }
 }
 
-/// A locked page. Dropping it releases the lock and stores the word last given to [`Locked::set`].
+/// A locked page. Dropping it stores the word last given to [`Locked::set`], unlocked.
 #[derive(Debug)]
 pub struct Locked<'a> {
     cell: Cell<'a>,
@@ -286,12 +286,12 @@ impl Locked<'_> {
         self.word
     }
 
-    /// Store this word when the lock is released.
+    /// Sets the word to store on release.
     pub fn set(&mut self, to: Word) {
         self.word = to.unlocked();
     }
 
-    /// The same, and store it now, still locked.
+    /// Like [`Locked::set`], and stores the word now, still locked.
     pub fn publish(&mut self, to: Word) {
         self.set(to);
         self.cell.0.store(self.word.locked().0, Ordering::Release);
@@ -300,7 +300,7 @@ impl Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        // Only the holder of the lock writes a locked word, so a plain store is enough.
+        // Only the lock's holder writes a locked word, so a plain store suffices.
         self.cell.0.store(self.word.0, Ordering::Release);
     }
 }
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_a_newer_program_wrote_is_not_taken_for_one_of_ours() {
+    fn a_word_of_a_newer_program_is_recognized_as_unknown() {
         for state in State::ALL {
             assert!(Word::new(state, 9).locked().marked().is_known(), "{state:?}");
         }

@@ -1,9 +1,9 @@
-//! The last step of an eviction: the memory of pages whose words say Far or Zero goes back to the host.
+//! The last step of an eviction: frees the memory of pages whose words say Far or Zero.
 //!
 //! Before: `evict` has copied the pages and committed their words. After: the host has the memory; or the kernel did
 //! not free it, and the pages are Resident again.
 //! Threads: reclaim workers, and recovery. Units: pages of a region.
-//! Promise: each page is locked while it is punched. A punch that fails, before it freed anything or after, costs no
+//! Promise: each page is locked during its punch. A punch that fails, before or after it freed something, costs no
 //! byte: if the file still has the page's bytes, they are the page; otherwise its copy is.
 
 use std::io;
@@ -23,27 +23,27 @@ pub struct Evicted {
     pub far: u64,
     /// Pages found to be all zero.
     pub zero: u64,
-    /// Pages the guest touched while they were copied.
+    /// Pages that the guest touched during the copying.
     pub aborted: u64,
-    /// Granules, by their first pages, that are pinned. They are Resident again, and were not read.
+    /// Pinned granules, by first page. They are Resident again, and were not read.
     pub held: Vec<PageIdx>,
-    /// Pages the store would not take. They are Resident again.
+    /// Pages that the store did not take. They are Resident again.
     pub refused: u64,
     /// Pages that the kernel did not free: part of a huge page that is in use. They are Resident again.
     pub stuck: u64,
-    /// True if the store had no room.
+    /// The store had no space.
     pub store_full: bool,
-    /// True if the store could not answer.
+    /// The store could not answer.
     pub store_busy: bool,
-    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and
-    /// counted as refused.
+    /// Granules, by first page, that could not be read because memory failed. They are Resident again and counted as
+    /// refused.
     pub unreadable: Vec<PageIdx>,
-    /// Why some pages could not be read or punched. They are Resident again and counted as refused.
+    /// The error of a read or a punch. Its pages are Resident again and counted as refused.
     pub failed: Option<io::Error>,
 }
 
 impl Evicted {
-    /// A granule was freed, or counts as freed; its word says Far or Zero.
+    /// Counts a granule that was freed, or counts as freed: its word says Far or Zero.
     fn went(&mut self, one: &Committed<'_>) {
         let pages = one.granule.pages();
         match one.lock.word().state() {
@@ -53,7 +53,7 @@ impl Evicted {
     }
 }
 
-/// A granule whose word says Far or Zero, and which is about to be punched.
+/// A granule whose word says Far or Zero, about to be punched.
 pub(crate) struct Committed<'a> {
     pub(crate) key: PageKey,
     pub(crate) granule: Granule<'a>,
@@ -61,7 +61,7 @@ pub(crate) struct Committed<'a> {
 }
 
 impl Committed<'_> {
-    /// It was not freed: its file holds its bytes, and its copy is not needed.
+    /// It was not freed: its file has its bytes, and its copy is not needed.
     fn is_resident(&mut self, stores: &impl StoreOf) {
         let word = self.lock.word();
         self.lock.publish(Word::new(State::Resident, 0));
@@ -70,7 +70,7 @@ impl Committed<'_> {
     }
 }
 
-/// Punch the memory of granules whose words say Far or Zero, a run at a time. They are in ascending order.
+/// Punches granules whose words say Far or Zero, by runs. They are in ascending order.
 pub(crate) fn punch(all: &mut [Committed<'_>], backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     for run in all.chunk_by_mut(|one, next| one.key.page.0 + one.granule.pages() == next.key.page.0) {
         let pages = run.iter().map(|one| one.granule.pages()).sum();
@@ -85,8 +85,8 @@ pub(crate) fn punch(all: &mut [Committed<'_>], backing: &impl Backing, stores: &
     }
 }
 
-/// The kernel did not punch a granule; it may have freed a part of it. If its file still has bytes, they are the page;
-/// otherwise the copy is, and a touch replaces the zeros by it.
+/// The kernel did not punch a granule, or only a part of it. If its file still has bytes, they are the page; otherwise
+/// the copy is, and a touch replaces the zeros by it.
 fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
         result.refused += one.granule.pages();
@@ -96,8 +96,8 @@ fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, 
     }
 }
 
-/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If that fails again, its bytes
-/// are restored from the copy. No thread sees the page before that: it is locked and not mapped. If it cannot be
+/// Punches a granule that an earlier punch may have left in the file, filled with zeros. If that fails again, its bytes
+/// are restored from the copy; until then no thread sees the page, because it is locked and not mapped. If it cannot be
 /// restored now, it stays Far, and its next fault restores it.
 fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     let bring_back = || -> io::Result<bool> {
@@ -135,8 +135,8 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
     }
 }
 
-/// Finish a punch that a dead engine began: the page's word says Far, and its file may still hold zeros, or memory that
-/// failed. If they cannot be punched, the next fault on the page replaces them.
+/// Finishes the punch of a dead engine: the page's word says Far, and its file may still hold zeros, or failed memory.
+/// If that punch fails, the next fault on the page replaces them.
 pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far

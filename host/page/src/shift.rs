@@ -1,21 +1,21 @@
-//! Shift: move a far page's copy from one store to another, while the guest may touch the page at any moment.
+//! Shift: moves a far page's copy from one store to another, while the guest may touch the page at any time.
 //!
 //! Before: `spill` has read the copy without a lock and put it into the other store. After: the word names the new copy
-//! and the old one is freed; or the page was touched meanwhile, and the new copy is freed.
+//! and the old one is freed; or the page was touched, and the new copy is freed.
 //! Threads: the spill worker; a fault or a discard that meets the lock waits for this one page, about a microsecond.
-//! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
+//! Promise: at any time one complete copy is named by the word. A death leaks one copy, which `recover` sweeps.
 
 use ballast_base::store::{NearStore, PageBytes, PageKey, Store};
 
 use crate::granule::Granule;
 use crate::page_state::{State, Word};
 
-/// Replace the word `from` of page `index` of the granule by `to`, if the word is unchanged and its copy is still the
-/// one whose bytes were put under `to` (`bytes` and `blob`, as [`NearStore::get_blob`] returned them). Returns whether
-/// it did. Frees the copy that no word names then.
+/// Changes the word `from` of page `index` of the granule to `to`, if the word is unchanged and its copy is still the
+/// one that was put under `to` (`bytes` and `blob`, as [`NearStore::get_blob`] returned them). Returns whether it was.
+/// Frees the copy that no word names then.
 ///
 /// The bytes are compared because stores reuse handles: a page that was restored, written and evicted again may have
-/// the same word as before. Under the lock, the copy that the word names is authoritative.
+/// the old word. Under the lock, the copy that the word names is authoritative.
 pub fn commit(
     (granule, index): (Granule<'_>, usize),
     key: PageKey,

@@ -1,25 +1,26 @@
 //! Unit: the stage of 2 MiB of a region, by which a whole unit may be mapped at once without its pages' locks.
 //!
 //! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or
-//! the fault that says "touched", maps it huge again. `units.rs` has the unit's other data, on which no byte depends.
-//! Threads: any; every move is one compare-exchange. In the engine's memory: a successor begins with all units Plain.
+//! the fault that records a touch, maps it huge again. `units.rs` has the unit's other data, on which no byte depends.
+//! Threads: any; every change is one compare-exchange. In the engine's memory: the next engine begins with all units
+//! Plain.
 //! Promise: from the acknowledgement of a zap for quarantine on, no page that is still in Quarantine becomes mapped.
 //!
-//! | Stage | Meaning | Who moves it on |
+//! | Stage | Meaning | Changed by |
 //! |---|---|---|
 //! | Plain | pages are mapped one by one, under their locks | a thread that will map or watch it: to Arming |
-//! | Arming | its words are being read | the reader: to Watched or Mapping if all are Resident. reclaim: Cancelled |
-//! | Cancelled | the same, but the words may change | the reader: to Plain |
-//! | Watched | zapped; the next touch maps all of it | fault worker, tracker: to Mapping. reclaim: to Plain |
-//! | Mapping | its pages are being mapped | its holder only: to Plain. Reclaim waits; a fault is put aside |
+//! | Arming | its words are being read | the reader: to Watched or Mapping if all are Resident. Reclaim: to Cancelled |
+//! | Cancelled | its words are being read, and may change | the reader: to Plain |
+//! | Watched | zapped; the next touch maps all of it | fault worker, tracker: to Mapping. Reclaim: to Plain |
+//! | Mapping | its pages are being mapped | only its holder: to Plain. Reclaim waits; a fault is put aside |
 //!
-//! This is sound for the following reason. A page is mapped under its lock ([`crate::page_state`]), **or with its whole
-//! unit in stage Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then
-//! zaps. A unit gets to Mapping only through Arming. If its Arming comes before the disturbance, that either undoes it
-//! or waits until the unit was mapped, and the zap comes after. If it comes later it sees the words, which were written
-//! before, and gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later one sees
-//! all that the earlier one had written. No other thread can arm a unit that is Cancelled: the first worker would take
-//! the second's Arming for its own, though it read the words before the disturbance.
+//! Why this is sound: a page is mapped under its lock ([`crate::page_state`]), **or with its whole unit in stage
+//! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit
+//! gets to Mapping only through Arming. If Arming comes before the disturbance, the disturbance cancels it, or waits
+//! until the unit was mapped, and the zap comes after. If Arming comes after it, the reader sees the words, which were
+//! written before, and gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later
+//! one sees all writes of the earlier one. A unit that is Cancelled cannot be armed by another thread: the first reader
+//! would take that Arming for its own, although it read the words before the disturbance.
 //!
 //! A hole in a unit whose words are all Resident means zeros, so even a kernel that fills holes when it maps a unit
 //! changes nothing that the guest can see.
@@ -34,7 +35,7 @@ pub enum Stage {
     Plain = 0,
     /// Its words are being read.
     Arming = 1,
-    /// Its words are being read, and it was disturbed meanwhile.
+    /// Its words are being read, and it was disturbed.
     Cancelled = 2,
     /// The next touch maps all of it.
     Watched = 3,
@@ -67,16 +68,16 @@ impl<'a> Unit<'a> {
         }
     }
 
-    /// Is every page of it being mapped just now?
+    /// Returns whether all its pages are being mapped now.
     pub fn is_mapping(self) -> bool {
         self.stage() == Stage::Mapping
     }
 
-    /// The caller has put some of its pages in Quarantine and zaps them next. Waits while the unit is Mapping.
+    /// The caller has put pages of the unit in Quarantine, and zaps them next. Waits while the unit is Mapping.
     pub fn disturb(self, pause: impl Fn()) {
         loop {
             let stage = self.stage();
-            // A read-modify-write even if nothing changes: see the top of the file.
+            // A read-modify-write even without a change: see the module.
             let to = match stage {
                 Stage::Mapping => {
                     pause();
@@ -91,17 +92,18 @@ impl<'a> Unit<'a> {
         }
     }
 
-    /// Plain to Mapping, if `is_resident` then finds all its words Resident.
+    /// Changes Plain to Mapping, if `is_resident`, called after Arming, finds all its words Resident.
     pub fn map(self, is_resident: impl FnOnce() -> bool) -> Option<Mapping<'a>> {
         self.arm(Stage::Mapping, is_resident).then(|| Mapping(self))
     }
 
-    /// Plain to Watched, if `is_resident` then finds all its words Resident. The caller zaps it next.
+    /// Changes Plain to Watched, if `is_resident`, called after Arming, finds all its words Resident. The caller then
+    /// zaps it.
     pub fn watch(self, is_resident: impl FnOnce() -> bool) -> bool {
         self.arm(Stage::Watched, is_resident)
     }
 
-    /// Watched to Mapping: it was touched, or tracking ends.
+    /// Changes Watched to Mapping: the unit was touched, or tracking ends.
     pub fn enter(self) -> Option<Mapping<'a>> {
         self.swap(Stage::Watched, Stage::Mapping).then(|| Mapping(self))
     }
@@ -114,7 +116,7 @@ impl<'a> Unit<'a> {
         if self.swap(Stage::Arming, to) {
             return to != Stage::Plain;
         }
-        // Disturbed, perhaps more than once. Only this thread may move it on.
+        // Disturbed, perhaps more than once. Only this thread may change the stage.
         self.swap(Stage::Cancelled, Stage::Plain);
         false
     }
@@ -135,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_unit_is_mapped_only_when_its_words_are_resident_and_nobody_else_has_it() {
+    fn a_unit_is_mapped_only_when_its_words_are_resident_and_no_other_thread_has_it() {
         let byte = AtomicU8::new(0);
         let unit = Unit::new(&byte);
         assert!(unit.map(|| false).is_none());
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_disturbed_while_its_words_are_read_is_not_mapped() {
+    fn a_unit_disturbed_while_its_words_are_read_is_not_mapped() {
         let byte = AtomicU8::new(0);
         let unit = Unit::new(&byte);
         let read = || {

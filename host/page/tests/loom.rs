@@ -1,9 +1,8 @@
-//! The page's life, model-checked: the very functions of `fault` and `evict`, on loom's atomics, over a modelled
-//! kernel.
+//! Model check of a page's life: the functions of `fault` and `evict`, on loom's atomics, over a modelled kernel.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p ballast-page --test loom --release`. Each test explores every
-//! interleaving of its threads up to three forced pre-emptions (which is where published concurrency bugs live).
-//! The claim of each: the guest never reads anything but what it last wrote, or zeros if it discarded the page since.
+//! interleaving of its threads up to three forced pre-emptions (where published concurrency bugs live). Each claims
+//! that the guest reads only its last write, or zeros if it discarded the page since.
 #![cfg(loom)]
 
 #[path = "loom/units.rs"]
@@ -46,19 +45,19 @@ fn value_of(bytes: &PageBytes) -> u64 {
     u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"))
 }
 
-/// What the kernel knows of one granule: the file's content (the guest writes all its pages alike) and whether the
-/// guest's page table points to it.
+/// The kernel's state of one granule: the file's content (the guest writes all its pages alike), and whether the
+/// guest's page table maps it.
 #[derive(Default)]
 struct Kernel {
     file: Option<u64>,
     mapped: bool,
-    /// The memory of what is in the file failed.
+    /// The memory in the file failed.
     failed: bool,
     /// A touch is a memory error.
     poisoned: bool,
     /// Devices that hold the page.
     pins: u32,
-    /// How often it was punched: a device that holds a page of before writes to memory that nobody sees any more.
+    /// Number of punches: a device that holds an older page writes to memory that is no longer the guest's.
     frame: u32,
 }
 
@@ -72,8 +71,8 @@ struct World {
     file: Shelf,
 }
 
-/// A store. Plain: its operations are atomic steps, and the interesting interleavings are around them, not within. A
-/// handle that was freed is given out again at once, so that a word can come again with other bytes.
+/// A store whose operations are atomic steps, because the interesting interleavings are around them. A freed handle is
+/// reused at once, so that a word can recur with other bytes.
 #[derive(Debug, Default)]
 struct Shelf(std::sync::Mutex<HashMap<u64, u64>>);
 
@@ -212,7 +211,7 @@ impl World {
         Self::granule(1, value)
     }
 
-    /// The same with a granule of this many pages.
+    /// A granule of this number of pages, written and mapped.
     fn granule(pages: u64, value: u64) -> Arc<Self> {
         Arc::new(Self {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
@@ -223,14 +222,14 @@ impl World {
         })
     }
 
-    /// The same page, which cannot be punched out of the huge page it is in.
+    /// A page that cannot be punched out of its huge page.
     fn stuck(value: u64) -> Arc<Self> {
         let mut world = Self::granule(1, value);
         Arc::get_mut(&mut world).expect("nobody else has it").stuck = true;
         world
     }
 
-    /// The same page after it was evicted.
+    /// A page that was evicted.
     fn far(value: u64) -> Arc<Self> {
         Self::far_granule(1, value)
     }
@@ -270,12 +269,12 @@ impl World {
         }
     }
 
-    /// A guest access: runs if the page is mapped, else faults and tries again.
+    /// A guest access: runs if the page is mapped, otherwise faults and retries.
     fn touch<T>(&self, access: impl Fn(&mut u64) -> T) -> T {
         self.try_touch(access).expect("no memory failed")
     }
 
-    /// The same; `None` is a memory error.
+    /// Like [`World::touch`]; `None` is a memory error.
     fn try_touch<T>(&self, access: impl Fn(&mut u64) -> T) -> Option<T> {
         loop {
             let kind = {
@@ -299,7 +298,7 @@ impl World {
         self.touch(|value| *value)
     }
 
-    /// A device is given the page, as the guest's own accesses are: by the page table.
+    /// Gives the page to a device, by the page table as for the guest's own accesses.
     fn pin(&self) -> u32 {
         loop {
             self.read();
@@ -311,7 +310,7 @@ impl World {
         }
     }
 
-    /// The device writes to it, whatever the page table says, and lets go of it.
+    /// The device writes to it, whatever the page table says, and releases it.
     fn write_and_unpin(&self, frame: u32, new: u64) {
         {
             let mut kernel = self.kernel.lock().unwrap();
@@ -366,7 +365,7 @@ impl World {
         }
     }
 
-    /// A spill worker meets the page: it marks it, and moves its copy to the file as if it were old.
+    /// A spill worker meets the page: marks it, and moves its copy to the file as if it were old.
     fn spill(&self) {
         let seen = self.cell().load();
         if seen.state() != State::Far || seen.is_locked() || seen.store() != RAM_STORE {
@@ -389,23 +388,23 @@ impl World {
         }
     }
 
-    /// Somebody who is not of the VM reads the page through a mapping of the file: a hole is filled with zeros.
+    /// A foreign mapper reads the page: a hole is filled with zeros.
     fn read_by_a_foreign_mapper(&self) {
         self.kernel.lock().unwrap().file.get_or_insert(0);
     }
 
-    /// A prefetch worker brings the page back unasked.
+    /// A worker restores the page before a touch.
     fn prefetch(&self) {
         restore_run(KEY, std::iter::once(self.cell()), self, self, &mut [[0; _]]).expect("the modelled kernel fills");
     }
 
-    /// A fault worker brings the page before it is touched: from quarantine, or by filling its hole.
+    /// A fault worker maps the page before a touch: from quarantine, or by filling its hole.
     fn ahead(&self) {
         map_ahead(PageIdx(0), std::iter::once(self.cell()), self, |age| age);
         zero_ahead(PageIdx(0), std::iter::once(self.cell()), self);
     }
 
-    /// Nothing is left over: no lock, and an object exactly where the page is far.
+    /// Checks that no lock is left, and that there is a copy exactly if the page is far.
     fn check_settled(&self) {
         let word = self.cell().load();
         assert!(!word.is_locked());
@@ -425,14 +424,14 @@ fn explore(test: impl Fn() + Sync + Send + 'static) {
     model.check(test);
 }
 
-/// Start another thread in the same world.
+/// Starts another thread in this world.
 fn spawn<W: 'static, T: 'static>(world: &Arc<W>, body: impl FnOnce(&W) -> T + 'static) -> thread::JoinHandle<T> {
     let world = world.clone();
     thread::spawn(move || body(&world))
 }
 
 #[test]
-fn what_a_device_writes_to_a_page_that_it_was_given_is_there_although_the_page_is_evicted_meanwhile() {
+fn a_device_write_to_a_page_that_it_got_survives_an_eviction() {
     for from in [LockedFrom::Punch, LockedFrom::Copy] {
         explore(move || {
             let world = World::resident(1);
@@ -496,7 +495,7 @@ fn a_guest_that_writes_while_reclaim_is_forced_waits_and_reads_its_last_write() 
 }
 
 #[test]
-fn a_discard_and_a_forced_reclaim_leave_zeros_or_what_was_written_since() {
+fn a_discard_and_a_forced_reclaim_leave_zeros_or_a_later_write() {
     explore(|| {
         let world = World::resident(1);
         let reclaim = spawn(&world, |world| world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy));
@@ -615,10 +614,10 @@ fn a_guest_that_touches_a_page_while_it_is_spilled_reads_its_last_write() {
 }
 
 #[test]
-fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_with_its_old_bytes() {
+fn a_page_evicted_again_under_its_old_handle_is_not_spilled_with_old_bytes() {
     explore(|| {
         let world = World::far(1);
-        // Just what a spill worker holds that read the copy and then slept.
+        // The state of a spill worker that read the copy and then slept.
         let from = world.cell().load();
         let mut bytes = [0; _];
         assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes, IoContext::GUEST), GetOutcome::Found);
@@ -653,7 +652,7 @@ fn a_discard_of_a_page_that_is_being_spilled_leaves_no_copy() {
 }
 
 #[test]
-fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
+fn a_spilled_page_is_restored_with_its_bytes_during_reclaim_and_spill() {
     explore(|| {
         let world = World::far(1);
         world.spill();
@@ -671,7 +670,7 @@ fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
 }
 
 #[test]
-fn a_huge_page_that_is_written_while_it_is_evicted_comes_back_whole_with_its_last_write() {
+fn a_huge_page_that_is_written_during_its_eviction_has_its_last_write_as_a_whole() {
     explore(|| {
         let world = World::granule(2, 1);
         let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
@@ -684,7 +683,7 @@ fn a_huge_page_that_is_written_while_it_is_evicted_comes_back_whole_with_its_las
 }
 
 #[test]
-fn two_threads_that_touch_a_far_huge_page_see_it_whole_and_its_copies_are_freed_once() {
+fn threads_that_touch_a_far_huge_page_see_it_whole_and_free_its_copies_once() {
     explore(|| {
         let world = World::far_granule(2, 7);
         let reader = spawn(&world, World::read);
@@ -709,7 +708,7 @@ fn a_huge_page_discarded_while_it_is_evicted_reads_zeros_and_leaves_no_copy() {
 }
 
 #[test]
-fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole() {
+fn a_huge_page_touched_while_its_pages_move_to_a_file_one_by_one_is_restored_whole() {
     explore(|| {
         let world = World::far_granule(2, 5);
         let spill = spawn(&world, World::spill);
@@ -721,7 +720,7 @@ fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole(
 }
 
 #[test]
-fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again_keeps_the_write() {
+fn a_page_restored_before_a_touch_while_it_is_written_and_evicted_keeps_the_write() {
     explore(|| {
         let world = World::far(3);
         let prefetch = spawn(&world, World::prefetch);
@@ -736,8 +735,8 @@ fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again
 }
 
 #[test]
-fn a_page_brought_ahead_while_it_is_evicted_and_written_keeps_the_write() {
-    // A page of zeros goes without a copy.
+fn a_page_mapped_ahead_while_it_is_evicted_and_written_keeps_the_write() {
+    // A page of zeros is evicted without a copy.
     for before in [0, 1] {
         explore(move || {
             let world = World::resident(before);
@@ -754,7 +753,7 @@ fn a_page_brought_ahead_while_it_is_evicted_and_written_keeps_the_write() {
 }
 
 #[test]
-fn a_hole_filled_ahead_reads_zeros_or_what_was_written_since_its_discard() {
+fn a_hole_filled_ahead_reads_zeros_or_a_write_since_its_discard() {
     explore(|| {
         let world = World::far(1);
         let ahead = spawn(&world, World::ahead);
@@ -798,7 +797,7 @@ fn a_foreign_mapper_that_reads_a_far_page_while_the_guest_touches_it_costs_no_by
 }
 
 #[test]
-fn a_foreign_mapper_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
+fn a_foreign_mapper_that_reads_a_page_during_eviction_and_restore_costs_no_byte() {
     for pages in [1, 2] {
         explore(move || {
             let world = World::granule(pages, 1);
@@ -818,7 +817,7 @@ fn a_foreign_mapper_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte
 }
 
 #[test]
-fn two_workers_and_a_prefetch_that_find_a_foreign_mappers_zeros_give_the_bytes_and_free_the_copy_once() {
+fn workers_that_find_a_foreign_mappers_zeros_give_the_bytes_and_free_the_copy_once() {
     explore(|| {
         let world = World::far(7);
         world.read_by_a_foreign_mapper();

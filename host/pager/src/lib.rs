@@ -1,4 +1,4 @@
-//! The loop around one VM's pages: which are evicted, which are restored, and which are hot.
+//! The loop around one VM's pages: it picks pages for eviction, evicts them, and restores them on a fault.
 //!
 //! ```text
 //!            heat picks            T over, untouched           copy complete
@@ -7,28 +7,28 @@
 //!    └─────────────────────┴───────── fault::serve ────┴────────────────────────────┘
 //! ```
 //!
-//! The moves of one page are in `ballast_page`. The rooms, the lowest first; a file names files of its own room and of
-//! lower ones alone, which `lab/tidy` checks:
+//! [`ballast_page`] has the moves of one page. A file here names only files of its own room and of lower ones, which
+//! `lab/tidy` checks; the lowest room comes first:
 //!
 //! | Room | What | May name |
 //! |---|---|---|
 //! | [`run`] | threads and queues, which know no VM | |
 //! | [`vm`] | the core: what the workers of one VM share (regions, views, stores, queues, ledger) | `run` |
 //! | [`scan`] | which memory is touched, and which is mapped huge | `vm` |
-//! | [`agent`] | what a guest says of its memory | `vm` |
-//! | [`tier`] | the way to slow stores and back | `vm` |
-//! | [`reclaim`] | which pages go, and how far | `vm`, `agent` |
-//! | [`fault`] | how a fault is served | `vm`, `scan`, `tier` |
+//! | `agent` | what a guest says of its memory | `vm` |
+//! | `tier` | the way to slow stores and back | `vm` |
+//! | `reclaim` | which pages go, and how far | `vm`, `agent` |
+//! | `fault` | how a fault is served | `vm`, `scan`, `tier` |
 //! | `assemble` | which workers a VM has | all |
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
 
-pub mod agent;
+mod agent;
 mod assemble;
-pub mod fault;
-pub mod reclaim;
+mod fault;
+mod reclaim;
 pub mod run;
 pub mod scan;
-pub mod tier;
+mod tier;
 pub mod vm;

@@ -1,9 +1,10 @@
-//! A client that has the reading of its own socket take for ever, beside another VM.
+//! A client that makes reads of its own socket take forever, beside another VM.
 //!
 //! Before: a client has both ends of its control socket. After: the other VM was reclaimed from, and the client's VM is
 //! closed, while a thread of the engine hangs in the kernel.
 //! Threads: those of the engine; one that receives as the client. Promise: no sleeps.
 
+#[path = "pager/common/mod.rs"]
 mod common;
 
 use std::cell::RefCell;
@@ -18,7 +19,6 @@ use ballast_base::wire::{self, ClientToEngine};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_pager::run::servers::Servers;
 use ballast_pager::vm::client_peer::ClientPeer;
-use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
 use ballast_testvm::Finally;
@@ -29,7 +29,7 @@ const RAM: Bytes = Bytes(4 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
 
-/// Held by each test: what hangs is found by the number of threads that serve all VMs of this process.
+/// Held by each test: a hang is found by the number of threads that serve all VMs of this process.
 static ONE: Mutex<()> = Mutex::new(());
 
 fn a_rig() -> Rig {
@@ -38,7 +38,7 @@ fn a_rig() -> Rig {
     rig
 }
 
-/// One more client of this VM, whose engine's end is `theirs`. It keeps a worker from returning.
+/// Adds a client to this VM, with `theirs` as the engine's end. It keeps a worker from returning.
 fn join(rig: &Rig, theirs: OwnedFd) {
     let threads = || Servers::of_process().expect("servers").threads();
     let before = threads();
@@ -49,7 +49,7 @@ fn join(rig: &Rig, theirs: OwnedFd) {
 fn add(rig: &Rig, theirs: OwnedFd) {
     let (uffd, granted) = Uffd::create(uffd::REQUIRED_FEATURES).expect("userfaultfd");
     let peer = Arc::new(ClientPeer::new(theirs, 1));
-    let view = Arc::new(View::new(std::process::id(), Shards::new(vec![uffd]).expect("one"), granted, peer));
+    let view = Arc::new(View::new(std::process::id(), vec![uffd], granted, peer));
     rig.vm.add_view(view, &mapped_at(Hva(rig.second_mapping() as u64), RAM)).expect("view");
 }
 
@@ -60,12 +60,12 @@ fn the_other_goes_on_and_it_is_closed(other: &Rig, hostile: &Rig) {
 }
 
 #[test]
-fn a_client_that_keeps_its_sockets_lock_stops_no_other_vm() {
+fn a_client_that_holds_the_lock_of_its_socket_stops_no_other_vm() {
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (hostile, other) = (a_rig(), a_rig());
     let (ours, theirs) = scm::pair().expect("socketpair");
     let kept = theirs.try_clone().expect("dup");
-    // Memory that nobody fills while the client receives there.
+    // Memory that stays missing while the client receives into it.
     let file = memfd::create("ballast-test", Bytes(PAGE_SIZE as u64)).expect("memfd");
     let buffer = Mapping::shared(&file, 0, PAGE_SIZE).expect("map");
     let (uffd, _) = Uffd::create(uffd::REQUIRED_FEATURES).expect("userfaultfd");
@@ -98,7 +98,7 @@ fn a_client_that_sends_a_descriptor_whose_close_waits_stops_no_other_vm() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     let stuck = TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
     let mut reader = Some(listener.accept().expect("accept"));
-    // Full of bytes that nobody reads, and that the process that closes it last must wait for.
+    // Its bytes are never read, and the process that closes it last must wait for them.
     rustix::net::sockopt::set_socket_linger(&stuck, Some(Duration::from_secs(30_000))).expect("linger");
     stuck.set_nonblocking(true).expect("non-blocking");
     while (&stuck).write(&[0; 1 << 16]).is_ok() {}
@@ -107,7 +107,7 @@ fn a_client_that_sends_a_descriptor_whose_close_waits_stops_no_other_vm() {
     add(&hostile, theirs);
     other.squeeze(Bytes(RAM.0 / 2));
     other.check_bytes();
-    // The engine has not received it: it is closed with the last descriptor of the socket, in the client or the keeper.
+    // The engine has not received it: it is closed with the socket's last descriptor, in the client or the keeper.
     drop(reader.take());
     hostile.vm.stop();
 }

@@ -1,6 +1,7 @@
-//! A VMM that has as many mappings as the kernel lets a process have. The limit is the process's, so this is the only
-//! test here. Needs root (userfaultfd).
+//! A VMM with as many mappings as a process may have. The limit is per process, so this is the only test here.
+//! Needs root (userfaultfd).
 
+#[path = "pager/common/mod.rs"]
 mod common;
 
 use std::ptr::null_mut;
@@ -12,11 +13,11 @@ use ballast_testkit::skip;
 use common::{Rig, until};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-/// More mappings than that take too long.
+/// More mappings take too long.
 const MOST: usize = 1 << 18;
 
 #[test]
-fn what_cannot_be_registered_because_of_too_many_mappings_stays_and_reclaim_does_not_fail() {
+fn memory_unregistered_for_too_many_mappings_stays_and_reclaim_goes_on() {
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("procfs");
     if limit.trim().parse::<usize>().expect("a number") > MOST {
         return skip("max-map-count", format!("a process may have {} mappings", limit.trim()));
@@ -42,7 +43,7 @@ fn what_cannot_be_registered_because_of_too_many_mappings_stays_and_reclaim_does
         // SAFETY: mapped above, and nothing has the address.
         unsafe { munmap(at, PAGE_SIZE) }.expect("unmap");
     }
-    // What stays is above the limit, so under it each touch of a far page would wait its 0.1 s.
+    // The pages that stay exceed the limit, so each touch of a far page would be throttled for 0.1 s.
     rig.set_limit(None);
     rig.check_bytes();
 }

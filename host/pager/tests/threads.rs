@@ -1,5 +1,4 @@
-//! A pool whose process cannot have all the threads that it should. The limit is the process's, so this is the only
-//! test here.
+//! A pool that cannot get all of its threads. The limit is per process, so this is the only test here.
 
 use std::sync::mpsc;
 use std::time::Instant;
@@ -15,7 +14,7 @@ fn a_pool_that_gets_some_of_its_threads_takes_tasks_and_runs_them() {
     let pool = Pool::new(1 << 20);
     let group = pool.add_group();
     let (said, says) = mpsc::channel();
-    // Each thread has a stack of 2 MiB; not many fit.
+    // Each thread has a stack of 2 MiB, so few fit.
     let pages = std::fs::read_to_string("/proc/self/statm").expect("procfs");
     let pages: u64 = pages.split(' ').next().expect("a size").parse().expect("a number");
     let more = Bytes(64 * MIB);

@@ -23,7 +23,7 @@ pub struct Admission {
 }
 
 impl Admission {
-    /// Sum up a snapshot.
+    /// Sums up a snapshot.
     pub fn of(snapshot: &Snapshot) -> Self {
         let reserved = snapshot.vms.iter().map(|vm| match vm.settings.class {
             Class::Pinned => vm.size_bytes,
@@ -37,12 +37,12 @@ impl Admission {
         }
     }
 
-    /// Return how much may still be reserved.
+    /// Memory that may still be reserved.
     pub fn schedulable_bytes(&self) -> u64 {
         self.budget_bytes.saturating_sub(self.reserved_bytes)
     }
 
-    /// Return why the reservations cannot be kept, if so.
+    /// The reason why the reservations cannot be kept, if they cannot.
     pub fn refusal(&self) -> Option<String> {
         (self.reserved_bytes > self.budget_bytes).then(|| {
             let (reserved, budget) = (Bytes(self.reserved_bytes), Bytes(self.budget_bytes));
@@ -50,7 +50,7 @@ impl Admission {
         })
     }
 
-    /// Could all guests use all of their memory?
+    /// A warning if not all guests could use all of their memory.
     pub fn warning(&self) -> Option<String> {
         let room = self.budget_bytes.saturating_add(self.far_capacity_bytes);
         (self.size_bytes > room).then(|| {

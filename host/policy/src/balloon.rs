@@ -1,10 +1,10 @@
-//! The balloon first: how much free memory of a guest its agent should hold, when the VM may have less than its size.
+//! The balloon: how much free memory of a guest its agent should hold, if the VM may have less than its size.
 //!
-//! Before: a plan gives a VM less than its size, and its guest's agent says what is free there. After: the agent
-//! holds free memory, of the slowest node first. Paging takes such memory, too, but it copies it and
-//! brings it back when the guest allocates it; what an agent holds is zeros that are not allocated.
-//! Units: bytes. Promise: a pure function; memory that a guest uses, the page cache too, is never asked for. A guest
-//! with little free memory gets some back.
+//! Before: a plan gives a VM less than its size, and its guest's agent reports free memory. After: the agent holds free
+//! memory, of the slowest node first. Paging would evict that memory, too, but with a copy, and restore it when the
+//! guest allocates it; memory that an agent holds is unallocated zeros. Units: bytes.
+//! Promise: a pure function; memory that a guest uses, also for page cache, is never requested. A guest with little
+//! free memory gets some back.
 
 /// The guest keeps 1/N of its memory free, and at least this much.
 const SPARE_PART: u64 = 16;
@@ -12,25 +12,25 @@ const SPARE_LEAST: u64 = 64 << 20;
 /// Changes below 1/N of the guest's memory are not worth a message.
 const STEP_PART: u64 = 64;
 
-/// A node of a guest, as its agent says.
+/// A node of a guest, as its agent reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GuestNode {
     /// Its number.
     pub node: u32,
     /// Its memory.
     pub size_bytes: u64,
-    /// Free in the guest's kernel.
+    /// Memory that is free in the guest's kernel.
     pub free_bytes: u64,
-    /// What the agent holds of it.
+    /// Memory that the agent holds.
     pub held_bytes: u64,
 }
 
 /// How much the agent should hold of each node. The VM has `used_bytes` in memory and in stores, without zeros, and may
-/// have so much in memory (`None`: all). A node that should stay as it is is left out.
+/// have `may_have_bytes` in memory (`None`: all). A node without a change is left out.
 pub fn balloon(used_bytes: u64, may_have_bytes: Option<u64>, nodes: &[GuestNode]) -> Vec<(u32, u64)> {
     let sum = |of: fn(&GuestNode) -> u64| nodes.iter().map(of).fold(0, u64::saturating_add);
     let (total, free, held) = (sum(|node| node.size_bytes), sum(|node| node.free_bytes), sum(|node| node.held_bytes));
-    // Without what is held, the guest would use that much more.
+    // Without the held memory, the guest would use that much more.
     let mut excess = may_have_bytes.map_or(0, |may| used_bytes.saturating_add(held).saturating_sub(may));
     let spare = (total / SPARE_PART).max(SPARE_LEAST);
     let (mut room, mut lack) = (free.saturating_sub(spare), spare.saturating_sub(free));
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_of_the_slow_node_goes_first_and_no_more_than_the_vm_must_give() {
+    fn free_memory_of_the_slow_node_is_taken_first_and_no_more_than_the_vm_must_give() {
         let nodes = [node(0, G, G / 2, 0), node(1, 3 * G, 2 * G, 0)];
         assert_eq!(balloon(4 * G, Some(3 * G), &nodes), [(1, G)]);
         // A sixteenth of 4 GiB stays free.
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_stays_held_while_the_rest_needs_all_that_the_vm_may_have() {
+    fn held_memory_stays_held_while_the_rest_needs_all_that_the_vm_may_have() {
         let holds = [node(0, 4 * G, G / 4, G)];
         assert_eq!(balloon(3 * G, Some(3 * G), &holds), []);
         assert_eq!(balloon(2 * G, Some(3 * G), &holds), [(0, 0)]);
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_short_or_may_have_all_gets_memory_back_and_small_changes_are_not_made() {
+    fn a_guest_that_is_short_gets_memory_back_and_small_changes_are_skipped() {
         let holds = [node(0, 4 * G, G / 8, 2 * G)];
         assert_eq!(balloon(4 * G, Some(3 * G), &holds), [(0, 2 * G - G / 8)], "it has an eighth, and needs a quarter");
         assert_eq!(balloon(4 * G, None, &holds), [(0, 0)]);
@@ -90,7 +90,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_is_asked_for_more_than_is_free_there_or_than_the_vm_must_give(
+        fn no_node_must_hold_more_than_is_free_there_or_than_the_vm_must_give(
             sizes in vec((0u64..64, 0u64..64, 0u64..64), 0..5), used in 0u64..300,
             may in proptest::option::of(0u64..300),
         ) {

@@ -1,15 +1,15 @@
-//! The frame of all policies: the VMs that take part, their bounds, the memory to divide, and the rules that a plan of
-//! another program must keep.
+//! The frame of all policies: the VMs that take part, their bounds, the memory to divide, and the rules for a plan of
+//! another program.
 //!
 //! Before: a snapshot. After: a policy gives each part a weight, and [`Frame::divide`] makes the plan.
 //! Units: bytes outside, whole pages inside.
 //! Promise: a limit lies between the VM's least and most. The limits and the memory of VMs without a limit fit the
 //! budget, unless reservations alone exceed it; then each VM has its reservation, and the plan says so.
 //!
-//! There are two floors. While all *protected* memory fits the budget, a VM keeps at least its protected memory. When
-//! it does not, no VM has more than its protected or reserved memory, and only reservations are floors.
+//! There are two floors. While all *protected* memory fits the budget, a VM keeps at least its protected memory.
+//! Otherwise no VM has more than its protected or reserved memory, and only reservations are floors.
 
-use ballast_base::{Bytes, PageCount};
+use ballast_base::{Bytes, Invalid, PageCount};
 
 use crate::host_state::HostState;
 use crate::memory::State;
@@ -18,12 +18,12 @@ use crate::settings::Class;
 use crate::snapshot::{Action, Decision, Plan, Snapshot, VmSample};
 use crate::solve::{Part, solve, sum};
 
-/// A limit stays if it would change by at most 1/SETTLED_WITHIN. That is reclaim's own margin, so a VM hardly feels it.
-/// A raise to all that a VM may have is made nevertheless: from then on nothing of it is reclaimed.
+/// A limit that would change by at most 1/SETTLED_WITHIN stays: that is reclaim's own margin, so a VM hardly feels it.
+/// The exception is a raise to the most that the VM may have: it ends reclaim of the VM.
 const SETTLED_WITHIN: u64 = 32;
 
 /// A VM loses at most 1/LOSES_AT_MOST of its limit in one decision, if the budget allows. Estimates are noisy: a VM
-/// that was cut too far must show it before it is cut again.
+/// that was cut too far must have time to show it.
 const LOSES_AT_MOST: u64 = 8;
 
 /// A VM that is given a limit.
@@ -33,7 +33,7 @@ pub(crate) struct Managed<'a> {
     /// Least and most, in pages.
     pub lo: u64,
     pub hi: u64,
-    /// What the policy weighed.
+    /// Reasons from the policy.
     pub reasons: Vec<Reason>,
     /// Index of its decision in the plan.
     at: usize,
@@ -43,14 +43,13 @@ pub(crate) struct Managed<'a> {
 #[derive(Debug)]
 pub(crate) struct Frame<'a> {
     pub managed: Vec<Managed<'a>>,
-    /// Pages to divide among them.
+    /// Pages to divide among the managed VMs.
     budget: u64,
     plan: Plan,
-    /// Reasons that hold for all VMs.
+    /// Reasons common to all VMs.
     common: Vec<Reason>,
 }
 
-/// Return the whole pages in this number of bytes.
 pub(crate) fn pages(bytes: u64) -> u64 {
     Bytes(bytes).pages_floor().0
 }
@@ -63,19 +62,19 @@ pub(crate) fn bytes(pages: u64) -> u64 {
     PageCount(pages).bytes().0
 }
 
-/// Return the least and most pages of a VM on its own.
+/// Least and most pages of a VM, regardless of others.
 fn bounds(vm: &VmSample, smallest: u64) -> (u64, u64) {
     let hi = pages(vm.most_bytes());
     let reserved = vm.settings.effective_reservation(vm.most_bytes()).max(smallest);
     (pages_ceil(reserved).min(hi), hi)
 }
 
-/// Return the protected pages of a VM, within its bounds.
+/// Protected pages of a VM, within its bounds.
 fn protected(part: &Managed<'_>) -> u64 {
     pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo))
 }
 
-/// Return why no plan sets a limit for this VM, if so.
+/// The reason why no plan sets a limit for this VM, if there is one.
 fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
     if let Some(why) = &vm.held {
         return Some((Action::Leave, Reason::Held { why: why.clone() }));
@@ -86,13 +85,12 @@ fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
     (vm.settings.effective_shares() == 0).then_some((Action::Free, Reason::HandsOff))
 }
 
-/// Does no plan set a limit for this VM?
+/// Returns whether no plan sets a limit for this VM.
 pub fn is_left_alone(vm: &VmSample) -> bool {
     left_alone(vm).is_some()
 }
 
 impl<'a> Frame<'a> {
-    /// Build the frame from a snapshot.
     pub fn new(policy: &str, snapshot: &'a Snapshot, state: &mut State) -> Self {
         state.keep_only(snapshot);
         let host = &snapshot.host;
@@ -104,7 +102,7 @@ impl<'a> Frame<'a> {
             common: Vec::new(),
         };
         if host_state >= HostState::Hard {
-            // Memory still moves between VMs: frozen targets would make the VM wait that needs memory most.
+            // Memory still moves between VMs: with frozen targets, the VM that needs memory most would wait.
             let times = if host_state == HostState::Low { 2 } else { 1 };
             let by_bytes = host.min_free_bytes.saturating_mul(times).min(frame.budget);
             frame.budget -= by_bytes;
@@ -119,7 +117,7 @@ impl<'a> Frame<'a> {
             };
             if let Some((action, reason)) = left_alone(vm) {
                 (decision.action, decision.reasons) = (action, vec![reason]);
-                // Other VMs cannot have the memory that it uses.
+                // The memory that it uses is not available to other VMs.
                 frame.budget = frame.budget.saturating_sub(vm.resident_bytes);
             } else {
                 let (lo, hi) = bounds(vm, host.smallest_bytes);
@@ -140,8 +138,8 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
-    /// Return the least and most pages of each of `managed`, and why. Protected memory is the least while the budget
-    /// holds all of it, and the most when it does not.
+    /// Least and most pages of each of `managed`, and the reason. While the budget covers all protected memory, each VM
+    /// gets at least its protected memory, and otherwise at most that.
     pub fn ranges(&self) -> (Vec<(u64, u64)>, Reason) {
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
@@ -159,7 +157,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Divide the budget by these weights, one for each of `managed`. With `settle`, small changes are not made.
+    /// Divides the budget by these weights, one for each of `managed`. With `settle`, small changes are skipped.
     pub fn divide(mut self, weights: &[f64], settle: bool) -> Plan {
         let (ranges, why) = self.ranges();
         let scarce = !matches!(why, Reason::Enough { .. });
@@ -192,7 +190,7 @@ impl<'a> Frame<'a> {
         self.plan
     }
 
-    /// Return the least pages that each VM keeps in this decision.
+    /// The least pages that each VM keeps in this decision.
     fn floors(&self, gently: bool) -> Vec<u64> {
         let keeps = |part: &Managed<'_>| {
             let old = part.vm.target_bytes.map_or(0, pages);
@@ -205,7 +203,7 @@ impl<'a> Frame<'a> {
         self.managed.iter().map(|part| part.lo).collect()
     }
 
-    /// Keep limits that would hardly change. First skip small raises; then, with the memory this saves, skip small
+    /// Keeps limits that would hardly change: first skips small raises; then, with the memory that this saves, small
     /// cuts.
     fn settle(&mut self, limits: &mut [u64]) {
         for raises in [true, false] {
@@ -233,41 +231,41 @@ impl<'a> Frame<'a> {
 pub struct External {
     /// Name of the program.
     pub policy: String,
-    /// VM names and limits; VMs that are not named are left as they are.
+    /// Names of VMs, with their limits; other VMs keep their limits.
     pub limits: Vec<(String, u64)>,
 }
 
-/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program has just
-/// sent it; later, VMs that are gone are skipped.
+/// Checks a plan of another program against the rules, and returns it as a plan. `first`: the program has just sent it;
+/// later, VMs that no longer exist are skipped.
 ///
 /// # Errors
 /// The rule that it breaks, with the figures.
-pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State, first: bool) -> Result<Plan, String> {
+pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State, first: bool) -> Result<Plan, Invalid> {
     let mut frame = Frame::new(&wanted.policy, snapshot, state);
     let mut names: Vec<&str> = wanted.limits.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(format!("VM {} is in the plan twice", twice[0]));
+        return Err(format!("VM {} is in the plan twice", twice[0]).into());
     }
     for (name, limit) in &wanted.limits {
         let limit_pages = pages(*limit);
         let Some(part) = frame.managed.iter_mut().find(|part| part.vm.name == *name) else {
             match snapshot.vms.iter().find(|vm| vm.name == *name) {
-                None if first => return Err(format!("no VM is named {name:?}")),
+                None if first => return Err(format!("no VM is named {name:?}").into()),
                 Some(vm) if vm.settings.effective_shares() == 0 => {
-                    return Err(format!("the shares of VM {name} are 0: no plan may limit it"));
+                    return Err(format!("the shares of VM {name} are 0: no plan may limit it").into());
                 }
-                // Gone since, or held for now.
+                // It has ended, or is held for now.
                 _ => continue,
             }
         };
         let (lo, hi) = bounds(part.vm, snapshot.host.smallest_bytes);
         let words = |pages| Bytes(bytes(pages));
         if limit_pages < lo {
-            return Err(format!("{} for VM {name} is less than the {} it must have", Bytes(*limit), words(lo)));
+            return Err(format!("{} for VM {name} is less than the {} it must have", Bytes(*limit), words(lo)).into());
         }
         if limit_pages > hi {
-            return Err(format!("{} for VM {name} is more than the {} it may have", Bytes(*limit), words(hi)));
+            return Err(format!("{} for VM {name} is more than the {} it may have", Bytes(*limit), words(hi)).into());
         }
         let decision = &mut frame.plan.decisions[part.at];
         (decision.action, decision.limit_bytes) = (Action::Limit, Some(bytes(limit_pages)));
@@ -276,16 +274,16 @@ pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State,
     let used = |(vm, decision): (&VmSample, &Decision)| match (decision.action, &vm.held) {
         (Action::Limit, _) => decision.limit_bytes.unwrap_or(0),
         (Action::Free, _) => vm.resident_bytes,
-        // A VM that is held for a moment may hold more than its limit. That breaks no rule.
+        // A VM that is held for a moment may hold more than its limit, which breaks no rule.
         (Action::Leave, Some(_)) => vm.resident_bytes.min(vm.target_bytes.unwrap_or(u64::MAX)),
         (Action::Leave, None) => vm.target_bytes.unwrap_or(vm.resident_bytes).min(vm.most_bytes()),
     };
     let all = sum(snapshot.vms.iter().zip(&frame.plan.decisions).map(used));
-    // The program need not leave what the states hard and low keep back.
+    // The program may use memory that the states hard and low keep back.
     let budget = snapshot.host.budget_bytes;
     if all > budget {
         let (all, budget) = (Bytes(all), Bytes(budget));
-        return Err(format!("the limits and what else is used come to {all}, and the budget is {budget}"));
+        return Err(format!("the limits and what else is used come to {all}, and the budget is {budget}").into());
     }
     frame.plan.divided_bytes = budget;
     Ok(frame.plan)

@@ -1,55 +1,51 @@
-//! The gain policy: memory goes to where one more byte saves most time, of the VM and of the host.
+//! The gain policy: gives memory to where one more byte saves most time, of the VM and of the host.
 //!
-//! Before: the frame's bounds. After: each VM gets more or less of what it has, by how much time one more byte would
-//! have saved, compared with the others. Units: bytes and seconds.
+//! Before: the frame's bounds. After: each VM gets more or less than it has, by the time that one more byte would have
+//! saved, compared with the others. Units: bytes and seconds.
 //! Promise: it remembers a few sums per VM (`sums`), in the state.
 //!
-//! This policy is not from the papers. Maestro weighs how much a VM uses and how often it faults, so it gives much
-//! memory to VMs that use much, whether that helps or not. This policy estimates what the next byte would save. A VM
-//! *waits* for refaults. The host *works* for them: it serves the fault and evicts another page, and everything that
-//! shares the CPUs slows down. The sum of both, in a second, over the amount of far memory that is wanted, is what one
-//! byte saves on average: *(waits + works) / wanted*. Far memory that never refaults is not in it. The amount that is
-//! wanted follows without a list of pages: refaults a second times their mean interval (Little's law).
+//! This policy is not from the papers. Maestro weighs how much memory a VM uses and how often it faults, so it gives
+//! much memory to VMs that use much, whether that helps or not. This policy estimates what the next byte would save. A
+//! VM *waits* for refaults. The host *works* for them: it serves the fault and evicts another page, and everything that
+//! shares the CPUs slows down. The sum of both per second, divided by the amount of far memory in use, is what one byte
+//! saves on average: *(waits + works) / wanted*. Far memory that never refaults does not count. The amount in use
+//! follows without a list of pages: refaults per second times their mean interval (Little's law).
 //!
 //! The next byte is not an average one: it will hold the page that refaults soonest. Pages with a refault interval of
-//! half a minute make up most of that product and would hide pages with half a second. So *wanted* uses the mean of one
-//! over the interval, as if every refault of a second had the mean frequency. Where all pages are alike, both are the
-//! same.
+//! half a minute make up most of that product, and would hide pages with half a second. So *wanted* uses the mean
+//! frequency instead, as if each refault had it. If all pages are alike, both results are equal.
 //!
 //! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So the waiting of a VM
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! A VM that has all the memory it wants does not wait, and more memory would save it nothing. If others lack memory,
-//! it loses a little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted
-//! that memory, it waits, and the sums show it. Headroom counts as wanted where the working set was measured. If a VM
-//! does not fill its limit, the rest is lent to the VMs that gain most.
+//! A VM with all the memory in use does not wait, and more memory would save it nothing. If others lack memory, it
+//! loses a little at a time (1/32 a second, and more while much of its far memory does not refault). If it needed that
+//! memory, it waits, and the sums show it. Headroom counts as wanted if the working set was measured. If a VM does not
+//! fill its limit, the rest is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
-use crate::memory::{Policy, State};
+use crate::kind::Kind;
+use crate::memory::State;
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
 use crate::sums::Sums;
 
-/// A VM to which a byte is worth e times as much as to the others gains this share of what it has, and so on.
+/// A VM to which a byte is worth e times as much as to the others gains this share of its memory; e^2 times: twice the
+/// share.
 const STEP: f64 = 1.0 / 5.0;
-/// No VM more than doubles, or gains more than this multiple of what it wants.
-const MOST: f64 = 1.0;
+/// A VM at most doubles, and gains at most this multiple of its wanted memory.
 const MARGIN: f64 = 1.25;
-/// A VM loses at most 1/PROBE of what it has in a second and in one decision, or 1/MORE of its far memory if that is
-/// more. The bound is per second, because the sums show lost memory that is wanted only after seconds: with short ticks
-/// the VM would lose twice before the first loss shows.
+/// A VM loses at most 1/PROBE of its memory in a second and in one decision, or 1/MORE of its far memory if that is
+/// more. The bound is per second, because the sums show after seconds that lost memory was needed: with short ticks the
+/// VM would lose twice before that.
 const PROBE: u64 = 32;
 const MORE: u64 = 4;
-/// A VM below its limit counts as having 1/ROOM more than it holds, or as much as it would grow in this number of
-/// ticks.
+/// A VM below its limit counts as having 1/ROOM more than it holds, or its growth in this number of ticks if that is
+/// more.
 const ROOM: u64 = 16;
 const GROWS_FOR: u64 = 2;
 
-/// The policy.
-#[derive(Clone, Copy, Debug)]
-pub struct Gain;
-
-/// Return what a VM has: its limit, or what it holds and some room if that is less.
+/// Pages of a VM: its limit, or what it holds with some room, if that is less.
 fn has(part: &Managed<'_>, grew_bytes: u64) -> u64 {
     let vm = part.vm;
     let room = (vm.resident_bytes / ROOM).max(grew_bytes.saturating_mul(GROWS_FOR));
@@ -57,56 +53,50 @@ fn has(part: &Managed<'_>, grew_bytes: u64) -> u64 {
     pages(vm.target_bytes.unwrap_or(vm.resident_bytes).min(holds)).clamp(part.lo, part.hi).max(1)
 }
 
-impl Policy for Gain {
-    fn name(&self) -> &'static str {
-        "gain"
-    }
-
-    fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
-        let mut frame = Frame::new(self.name(), snapshot, state);
-        let seen: Vec<(u64, f64, f64, Sums)> = (frame.managed.iter())
-            .map(|part| {
-                let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
-                // Nothing is known before the first sample.
-                let held = if sums.at_ms == 0 { vm.resident_bytes } else { sums.resident_bytes };
-                let seconds = snapshot.at_ms.saturating_sub(sums.at_ms).min(1000) as f64 / 1e3;
-                sums.add(vm, snapshot.at_ms);
-                let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
-                let has = has(part, vm.resident_bytes.saturating_sub(held));
-                (has, shares * sums.saves(bytes(has), vm.page_bytes), seconds, *sums)
-            })
-            .collect();
-        let sum = |of: fn(&(u64, f64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
-        let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
-        let (mut weights, mut goals) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
-        for (part, (has, worth, seconds, sums)) in frame.managed.iter_mut().zip(seen) {
-            // The mean of the others: a VM that alone lacks memory must not be compared with itself.
-            let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
-            let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
-            let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average, seconds);
-            let floor = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
-            weights.push(wants.max(floor));
-            goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
-            part.reasons.push(Reason::Gain {
-                waits: sums.waits(),
-                works: sums.works(part.vm.page_bytes),
-                wanted_bytes: sums.wanted_bytes() as u64,
-                worth_us_per_mib: worth * ballast_base::MIB as f64 * 1e6,
-                others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
-                shares: part.vm.settings.effective_shares(),
-            });
-            if floor > wants {
-                let working_set_bytes = part.vm.working_set_bytes();
-                let headroom_bytes = part.vm.headroom_of(working_set_bytes);
-                part.reasons.push(Reason::Headroom { working_set_bytes, headroom_bytes });
-            }
+pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
+    let mut frame = Frame::new(Kind::Gain.word(), snapshot, state);
+    let seen: Vec<(u64, f64, f64, Sums)> = (frame.managed.iter())
+        .map(|part| {
+            let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
+            // Before the first sample, its former size is unknown.
+            let held = if sums.at_ms == 0 { vm.resident_bytes } else { sums.resident_bytes };
+            let seconds = snapshot.at_ms.saturating_sub(sums.at_ms).min(1000) as f64 / 1e3;
+            sums.add(vm, snapshot.at_ms);
+            let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
+            let has = has(part, vm.resident_bytes.saturating_sub(held));
+            (has, shares * sums.saves(bytes(has), vm.page_bytes), seconds, *sums)
+        })
+        .collect();
+    let sum = |of: fn(&(u64, f64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
+    let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
+    let (mut weights, mut goals) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
+    for (part, (has, worth, seconds, sums)) in frame.managed.iter_mut().zip(seen) {
+        // The mean of the others: a VM that alone lacks memory must not be compared with itself.
+        let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
+        let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
+        let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average, seconds);
+        let floor = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
+        weights.push(wants.max(floor));
+        goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
+        part.reasons.push(Reason::Gain {
+            waits: sums.waits(),
+            works: sums.works(part.vm.page_bytes),
+            wanted_bytes: sums.wanted_bytes() as u64,
+            worth_us_per_mib: worth * ballast_base::MIB as f64 * 1e6,
+            others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
+            shares: part.vm.settings.effective_shares(),
+        });
+        if floor > wants {
+            let working_set_bytes = part.vm.working_set_bytes.unwrap_or(0);
+            let headroom_bytes = part.vm.headroom_of(working_set_bytes);
+            part.reasons.push(Reason::Headroom { working_set_bytes, headroom_bytes });
         }
-        lend(&mut weights, &goals, &frame.ranges().0, frame.budget_pages() as f64);
-        frame.divide(&weights, true)
     }
+    lend(&mut weights, &goals, &frame.ranges().0, frame.budget_pages() as f64);
+    frame.divide(&weights, true)
 }
 
-/// Lend unused memory to the VMs that would gain from it: to each the same part of what it lacks of its goal, within
+/// Lends unused memory to the VMs that would gain from it: to each an equal part of what it lacks of its goal, within
 /// its range.
 fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) {
     let within = |pages: f64, range: &(u64, u64)| pages.clamp(range.0 as f64, range.1 as f64);
@@ -121,18 +111,18 @@ fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) 
     }
 }
 
-/// Return the pages that a VM should have: it has `has`, `far` are far, `wanted` of them are wanted, a page is worth
-/// `worth` times as much to it as to the others, and the last decision was `seconds` ago, or a second if that is less.
+/// Pages that a VM should have: it has `has`, `far` are far and `wanted` of them in use, a page is worth `worth` times
+/// as much to it as to the others, and the last decision was `seconds` (at least one) ago.
 fn wants(has: u64, far: u64, wanted: f64, worth: f64, seconds: f64) -> f64 {
     let now = has as f64;
-    // Not a number: no VM waits.
+    // NaN: no VM waits.
     if worth.is_nan() {
         return now;
     }
     let times = worth.ln();
     if times > 0.0 {
         let most = wanted * MARGIN + now / PROBE as f64;
-        return now + (now * (STEP * times * times.max(1.0)).min(MOST)).min(most);
+        return now + (now * (STEP * times * times.max(1.0)).min(1.0)).min(most);
     }
     let most = (has / PROBE).max(far / MORE) as f64 * seconds;
     now - (now * STEP * (-times).min(1.0)).min(most)
@@ -141,7 +131,7 @@ fn wants(has: u64, far: u64, wanted: f64, worth: f64, seconds: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HostSample, Settings, VmSample, WorkingSet};
+    use crate::{HostSample, Settings, VmSample};
     use ballast_base::MIB;
 
     fn vm(stall: f64, refault_page_ms: u64) -> VmSample {
@@ -151,20 +141,20 @@ mod tests {
     #[test]
     fn wanted_is_refaults_a_second_times_their_mean_interval() {
         let mut sums = Sums::default();
-        // 1000 refaults a second, each after 2 s: 2000 pages are far at a time.
+        // 1000 refaults per second, each after 2 s: 2000 pages are far at a time.
         (0..60).for_each(|second| sums.add(&vm(0.25, second * 1000 * 2000), second * 1000 + 1));
         assert!((sums.wanted_bytes() / 4096.0 - 2000.0).abs() < 1.0, "{sums:?}");
         assert!((sums.waits() - 0.25).abs() < 1e-9, "{sums:?}");
         let saves = sums.saves(64 * MIB, 4096) * 4096.0;
-        // A quarter of the time, sixteen ninths as bad for being as slow, over 2000 pages and 512 more for doubt.
+        // A quarter of the time, times 16/9 for the slowdown, over 2000 pages and 512 more for doubt.
         assert!((saves - 0.25 / 0.5625 / 2512.0).abs() < 1e-6, "{saves}");
-        // No more than was far.
+        // At most the memory that was far.
         sums.add(&vm(0.25, 1 << 50), 60_001);
         assert!(sums.wanted_bytes() < (64 * MIB) as f64, "{sums:?}");
     }
 
     #[test]
-    fn a_refault_that_nobody_waits_for_is_worth_the_work_it_makes() {
+    fn a_refault_without_a_wait_is_worth_its_work() {
         let [mut idle, mut busy] = [Sums::default(); 2];
         for second in 0..60 {
             let sample = |restores| VmSample { restores, ..vm(0.0, second * 1_000_000) };
@@ -178,7 +168,7 @@ mod tests {
 
     #[test]
     fn the_next_byte_holds_the_page_that_refaults_soonest() {
-        // 1000 refaults a second, each after 2 s; or 50 of them after 40 s, and the others after 0.25 s.
+        // 1000 refaults per second, each after 2 s; or 50 of them after 40 s, and the others after 0.25 s.
         let [mut alike, mut unlike] = [Sums::default(); 2];
         for second in 0..60 {
             let sample = |interval_ms: u64, milli_hz: u64| VmSample {
@@ -209,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_no_vm_has_is_lent_to_those_that_gain_and_no_more_than_that() {
+    fn unused_memory_is_lent_to_the_vms_that_gain_and_no_more() {
         let lent = |goals: [f64; 3], ranges: [(u64, u64); 3], budget| {
             let mut weights = [100.0, 50.0, 10.0];
             lend(&mut weights, &goals, &ranges, budget);
@@ -225,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_or_clock_that_went_back_starts_again_and_the_past_decays() {
+    fn a_counter_or_clock_that_went_back_begins_anew_and_the_past_decays() {
         let mut sums = Sums::default();
         (0..10).for_each(|second| sums.add(&vm(0.5, second * 1_000_000), second * 1000 + 1));
         let before = sums.saves(64 * MIB, 4096);
@@ -237,18 +227,18 @@ mod tests {
 
     #[test]
     fn a_measured_working_set_and_its_headroom_count_as_wanted() {
-        let idle = |headroom_percent, estimated| {
+        let idle = |headroom_percent, is_measured: bool| {
             let settings = Settings { headroom_percent, ..Settings::default() };
-            let set = WorkingSet { bytes: 40 * MIB, estimated };
+            let working_set_bytes = is_measured.then_some(40 * MIB);
             let vm =
                 |id: &str| VmSample { id: id.into(), size_bytes: 64 * MIB, page_bytes: 4096, ..VmSample::default() };
-            let held = VmSample { resident_bytes: 50 * MIB, working_set: Some(set), settings, ..vm("idle") };
+            let held = VmSample { resident_bytes: 50 * MIB, working_set_bytes, settings, ..vm("idle") };
             let busy = VmSample { resident_bytes: 46 * MIB, far_bytes: 18 * MIB, stall: 0.5, ..vm("busy") };
             let host = HostSample { budget_bytes: 96 * MIB, free_bytes: 96 * MIB, ..HostSample::default() };
             let (mut state, mut vms) = (State::default(), vec![held, busy]);
             for second in 1..60 {
                 (vms[1].restores, vms[1].refault_page_ms) = (second * 5000, second * 5000 * 500);
-                let plan = Gain.decide(&Snapshot { at_ms: second * 1000, host, vms: vms.clone() }, &mut state);
+                let plan = decide(&Snapshot { at_ms: second * 1000, host, vms: vms.clone() }, &mut state);
                 for (vm, decision) in vms.iter_mut().zip(&plan.decisions) {
                     vm.target_bytes = decision.limit_bytes;
                     vm.resident_bytes = vm.resident_bytes.min(vm.target_bytes.unwrap_or(u64::MAX));
@@ -256,13 +246,13 @@ mod tests {
             }
             vms[0].target_bytes.expect("a target") / MIB
         };
-        assert!(idle(0, false) < 36, "nobody asked for headroom");
-        assert!(idle(10, true) < 36, "nobody knows the working set");
-        assert!((38..=44).contains(&idle(10, false)), "40 MiB and a tenth are its part when the budget is divided");
+        assert!(idle(0, true) < 36, "nobody asked for headroom");
+        assert!(idle(10, false) < 36, "nobody knows the working set");
+        assert!((38..=44).contains(&idle(10, true)), "40 MiB and a tenth are its part when the budget is divided");
     }
 
     #[test]
-    fn a_vm_that_saves_more_gains_one_that_saves_less_loses_slowly_and_none_moves_while_none_waits() {
+    fn a_vm_that_saves_more_gains_one_that_saves_less_loses_slowly_and_none_else_moves() {
         assert_eq!(wants(6400, 0, 0.0, 1.0, 1.0), 6400.0);
         assert_eq!(wants(6400, 0, 0.0, f64::NAN, 1.0), 6400.0);
         assert_eq!(wants(6400, 0, 1e6, 1e9, 1.0), 12_800.0, "no more than double");

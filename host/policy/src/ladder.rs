@@ -11,38 +11,38 @@ use serde::{Deserialize, Serialize};
 use crate::host_state::HostState;
 use crate::snapshot::HostSample;
 
-/// State, share of `min_free`, milliseconds to exhaustion: the host is in the state below either. The shares are ESX's.
-/// The times are an estimate: reclaim moves some GiB in ten seconds.
+/// State, share of `min_free`, milliseconds to exhaustion: the host is in the state if it is below either. The shares
+/// are ESX's. The times are an estimate: reclaim moves some GiB in ten seconds.
 const STEPS: [(HostState, f64, u64); 4] = [
     (HostState::Low, 0.16, 500),
     (HostState::Hard, 0.32, 2_000),
     (HostState::Soft, 0.64, 5_000),
     (HostState::Clear, 1.0, 15_000),
 ];
-/// Factor between the way into a state and the way out of it.
+/// Factor between the bound of entering a state and that of leaving it.
 const MARGIN: f64 = 1.25;
-/// Milliseconds for which it must be better, without a break.
+/// Time for which it must be better without interruption, in milliseconds.
 const DWELL_MS: u64 = 5_000;
-/// Milliseconds to exhaustion beyond which none is reported.
+/// A longer time to exhaustion is not reported, in milliseconds.
 const SAID_UP_TO_MS: u64 = 3_600_000;
-/// Milliseconds over which the rate is averaged.
+/// Time over which the rate is averaged, in milliseconds.
 const RATE_OVER_MS: f64 = 3_000.0;
 
-/// The state, and what the next one depends on.
+/// The state, and the history on which the next one depends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ladder {
     /// The state now.
     pub state: HostState,
-    /// Since when it is better than this state, if it is.
+    /// Since when it has been better than this state, if it is.
     better_since_ms: Option<u64>,
     /// Free memory at the last sample, and its time.
     last: Option<(u64, u64)>,
-    /// Bytes that become used in a second, on average.
+    /// Bytes per second that become used, averaged.
     rate: f64,
 }
 
 impl Ladder {
-    /// Update the state from a sample. Returns the state, and the milliseconds to exhaustion if free memory falls.
+    /// Updates the state from a sample. Returns the state, and the milliseconds to exhaustion if free memory falls.
     pub fn update(&mut self, host: &HostSample, at_ms: u64) -> (HostState, Option<u64>) {
         if let Some((free, then)) = self.last {
             let elapsed = at_ms.saturating_sub(then) as f64;
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_goes_fast_is_short_while_much_is_free() {
+    fn memory_that_falls_fast_is_short_while_much_is_free() {
         let mut ladder = Ladder::default();
         let mut free = 40 * GIB;
         let mut worst = HostState::High;
@@ -110,14 +110,14 @@ mod tests {
     }
 
     #[test]
-    fn worse_comes_at_once_and_better_after_a_while_and_by_a_margin() {
+    fn worse_comes_at_once_and_better_after_some_time_and_by_a_margin() {
         let mut ladder = Ladder::default();
         assert_eq!(ladder.update(&host(2 * GIB), 0).0, HostState::High);
         ladder.last = None;
         assert_eq!(ladder.update(&host(900 * MIB), 1_000).0, HostState::Clear);
-        // Above the way in, below the way out.
+        // Above the bound of entering, below the bound of leaving.
         assert_eq!(ladder.update(&host(1100 * MIB), 20_000).0, HostState::Clear);
-        // Better, but it must last, without a break.
+        // Better, but it must last without interruption.
         assert_eq!(ladder.update(&host(2 * GIB), 21_000).0, HostState::Clear);
         assert_eq!(ladder.update(&host(1100 * MIB), 24_000).0, HostState::Clear);
         ladder.last = None;

@@ -5,16 +5,15 @@
 //!                                        └────────────── State, in and out ──────────┘
 //! ```
 //!
-//! Read the files in this order: [`settings`] (what an operator sets of a VM), [`snapshot`] (input and output),
-//! [`reason`] (why, as data), [`solve`](mod@solve) (divide a budget exactly), `memory` (what a policy is and
-//! remembers), `frame` (what all policies share), then [`Maestro`], [`Pressure`], [`Gain`], and [`replay`] (a recording
-//! under another policy). [`balloon`] asks the guest before memory is paged.
+//! Read the files in this order: [`settings`] (an operator's settings of a VM), [`snapshot`] (input and output),
+//! [`reason`] (reasons, as data), [`solve`](mod@solve) (divides a budget exactly), `memory` (the state of a policy),
+//! `frame` (the rules of all policies), then `maestro`, `pressure`, `gain`. [`balloon`] asks the guest before memory is
+//! paged.
 //!
 //! Before: the governor samples all VMs. After: it sets one limit per VM and nothing else.
-//! Threads: none. Units: in the names; memory is in bytes, and every limit is a whole number of pages.
-//! Promise: no clock, no I/O, no randomness, no unsafe code. The same snapshot and state give the same plan, on any
-//! machine; both serialise, so that a recording can be played again. The pager cannot name this crate: no fault waits
-//! for a decision.
+//! Threads: none. Units: in the names; memory is in bytes, and each limit is a whole number of pages.
+//! Promise: no clock, no I/O, no randomness, no unsafe code. Equal snapshots and states give equal plans, on any
+//! machine. The pager cannot name this crate: no fault waits for a decision.
 #![forbid(unsafe_code)]
 
 pub mod admission;
@@ -28,21 +27,19 @@ mod maestro;
 mod memory;
 mod pressure;
 pub mod reason;
-pub mod replay;
 pub mod settings;
+mod setup;
 pub mod snapshot;
 pub mod solve;
 mod sums;
 
 pub use frame::{External, check_external, is_left_alone};
-pub use gain::Gain;
 pub use host_state::HostState;
-pub use kind::{Kind, Params, Setup};
+pub use kind::Kind;
 pub use ladder::Ladder;
-pub use maestro::Maestro;
-pub use memory::{Need, Policy, State, VmState};
-pub use pressure::Pressure;
+pub use memory::{Need, State, VmState};
 pub use reason::Reason;
 pub use settings::{Class, Settings};
-pub use snapshot::{Action, Decision, HostSample, Plan, Snapshot, VmSample, WorkingSet};
+pub use setup::Setup;
+pub use snapshot::{Action, Decision, HostSample, Plan, Snapshot, VmSample};
 pub use sums::Sums;

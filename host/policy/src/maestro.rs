@@ -4,23 +4,25 @@
 //! weights. Units: the window in milliseconds; the controller's own sums in faults and seconds, as in the paper.
 //! Promise: it remembers one window of fault counts, in the state.
 //!
-//! A working set cannot be measured often, so refaults show what has changed since. Equations 4 to 6 are a PID
-//! controller over a window W, all coefficients 1, whose error is the number of pages restored since the window began.
-//! Its output, times the size of a page, is added to the working set. The larger the pages, the more each fault weighs.
+//! A working set cannot be measured often, so refaults show changes since the last measurement. Equations 4 to 6 are a
+//! PID controller over a window W, all coefficients 1, whose error is the number of pages restored since the window
+//! began. Its output, times the size of a page, is added to the working set. The larger the pages, the more each fault
+//! weighs.
 //!
 //! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that
-//! has more holds more, so every division would confirm itself ([`VmState::need`]). A VM needs at most what it holds
-//! plus what was restored. A raise starts a new window; otherwise the loop would oscillate, because the window delays
-//! it.
+//! has more holds more, so each division would confirm itself ([`VmState::need`]). A VM needs at most what it holds
+//! plus what was restored. A raise begins a new window; otherwise the delay of the window would make the loop
+//! oscillate.
 
 use crate::frame::Frame;
-use crate::memory::{Need, Policy, State, VmState};
+use crate::kind::Kind;
+use crate::memory::{Need, State, VmState};
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::solve::weight;
 
-/// Most samples of a window. Beyond that the oldest go, and the window is shorter.
-const MOST_SAMPLES: usize = 4096;
+/// The window W, over which faults count.
+const WINDOW_MS: u64 = 10_000;
 
 /// Milliseconds in which an unmeasured working set decays to 1/e without refaults. A limit may fall faster, so this
 /// decides how soon memory moves. With half of it, memory oscillates in the model of `tests/closed_loop.rs`.
@@ -29,56 +31,40 @@ const DECAY_MS: f64 = 20_000.0;
 /// A raise by 1/RAISED_BY begins a new window.
 const RAISED_BY: u64 = 64;
 
-/// The policy.
-#[derive(Clone, Copy, Debug)]
-pub struct Maestro {
-    /// W.
-    pub window_ms: u64,
-}
-
-impl Policy for Maestro {
-    fn name(&self) -> &'static str {
-        "maestro"
+pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
+    let mut frame = Frame::new(Kind::Maestro.word(), snapshot, state);
+    let mut weights = Vec::with_capacity(frame.managed.len());
+    for part in &mut frame.managed {
+        let vm = part.vm;
+        let memory = state.vm(&vm.id);
+        remember(memory, snapshot.at_ms, vm.restores, WINDOW_MS);
+        memory.begin_window_after_raise(vm.target_bytes);
+        let window = Window::of(&memory.restores, snapshot.at_ms, WINDOW_MS);
+        let fault_weight = window.control() * vm.page_bytes as f64;
+        let measured = vm.working_set_bytes.map(|bytes| bytes.min(vm.size_bytes));
+        let working_set_bytes = measured.unwrap_or_else(|| memory.need(vm, snapshot.at_ms));
+        let headroom_bytes = vm.headroom_of(working_set_bytes);
+        // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a
+        // VM that lacks little gets little.
+        let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
+        let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
+        let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
+        let shares = vm.settings.effective_shares();
+        weights.push(weight(shares, demand / ballast_base::PAGE_SIZE as f64));
+        part.reasons.push(Reason::Need {
+            working_set_bytes,
+            estimated: measured.is_none(),
+            headroom_bytes,
+            fault_weight_bytes: fault_weight as u64,
+            restores: window.restored as u64,
+            shares,
+        });
     }
-
-    fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
-        let mut frame = Frame::new(self.name(), snapshot, state);
-        let mut weights = Vec::with_capacity(frame.managed.len());
-        for part in &mut frame.managed {
-            let vm = part.vm;
-            let memory = state.vm(&vm.id);
-            remember(memory, snapshot.at_ms, vm.restores, self.window_ms);
-            memory.begin_window_after_raise(vm.target_bytes);
-            let window = Window::of(&memory.restores, snapshot.at_ms, self.window_ms);
-            let fault_weight = window.control() * vm.page_bytes as f64;
-            let measured = vm.working_set.filter(|set| !set.estimated);
-            let working_set_bytes = match measured {
-                Some(_) => vm.working_set_bytes(),
-                None => memory.need(vm, snapshot.at_ms),
-            };
-            let headroom_bytes = vm.headroom_of(working_set_bytes);
-            // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a
-            // VM that lacks a little gets a little.
-            let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
-            let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
-            let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
-            let shares = vm.settings.effective_shares();
-            weights.push(weight(shares, demand / ballast_base::PAGE_SIZE as f64));
-            part.reasons.push(Reason::Need {
-                working_set_bytes,
-                estimated: measured.is_none(),
-                headroom_bytes,
-                fault_weight_bytes: fault_weight as u64,
-                restores: window.restored as u64,
-                shares,
-            });
-        }
-        frame.divide(&weights, true)
-    }
+    frame.divide(&weights, true)
 }
 
 impl VmState {
-    /// Start a new window after a raise: faults under a smaller limit say nothing about this one. Otherwise a VM would
+    /// Begins a new window after a raise: faults under a smaller limit say nothing about this one. Otherwise a VM would
     /// get more memory for a whole window, whatever it needs.
     fn begin_window_after_raise(&mut self, target_bytes: Option<u64>) {
         let before = std::mem::replace(&mut self.target_bytes, target_bytes);
@@ -90,17 +76,16 @@ impl VmState {
         }
     }
 
-    /// Estimate the working set of a VM that is not tracked. Resident memory says little about the memory in use, so
+    /// Estimates the working set of a VM that is not tracked. Resident memory says little about the memory in use, so
     /// the estimate decays until pages refault.
     fn need(&mut self, vm: &VmSample, at_ms: u64) -> u64 {
         let restored = |before: u64| vm.restores.saturating_sub(before).saturating_mul(vm.page_bytes);
-        let guess = vm.working_set_bytes();
         let need = match self.need {
             Some(Need { at_ms: then, bytes, restores }) if then <= at_ms && restores <= vm.restores => {
                 let kept = (-((at_ms - then) as f64) / DECAY_MS).exp();
                 ((bytes as f64 * kept) as u64).saturating_add(restored(restores)).min(vm.size_bytes)
             }
-            _ => guess,
+            _ => vm.resident_bytes.min(vm.size_bytes),
         };
         self.need = Some(Need { at_ms, bytes: need, restores: vm.restores });
         need
@@ -109,18 +94,17 @@ impl VmState {
 
 fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
     let samples = &mut memory.restores;
-    // A counter or clock that went back belongs to another life of the VM.
+    // A counter or clock that went back is of another life of the VM.
     if samples.last().is_some_and(|(then, before)| *then > at_ms || *before > restored) {
         samples.clear();
     }
     if samples.last().is_none_or(|(then, _)| *then < at_ms) {
         samples.push((at_ms, restored));
     }
-    // Keep one sample from before the window, which bounds its beginning.
+    // One sample before the window is kept, as a bound of its beginning.
     let begins = at_ms.saturating_sub(window_ms);
     let first = samples.partition_point(|(then, _)| *then <= begins).saturating_sub(1);
-    let too_many = samples.len().saturating_sub(MOST_SAMPLES);
-    samples.drain(..first.max(too_many));
+    samples.drain(..first);
 }
 
 /// The restores of one window.
@@ -169,17 +153,17 @@ fn add(window: &mut Window, more: f64, seconds: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::snapshot::{HostSample, WorkingSet};
+    use crate::snapshot::HostSample;
     use ballast_base::{GIB, MIB};
 
     #[test]
     fn the_controller_is_the_papers_sum_of_three_terms() {
-        // 10 pages a second for 4 s, seen once a second, in a window of 4 s.
+        // 10 pages per second for 4 s, seen once a second, in a window of 4 s.
         let samples: Vec<(u64, u64)> = (0..=4).map(|second| (second * 1000, second * 10)).collect();
         let window = Window::of(&samples, 4000, 4000);
         assert_eq!((window.restored, window.integral), (40.0, 80.0));
         assert_eq!(window.control(), 40.0 + 80.0 + 10.0);
-        // The same when the window begins between samples.
+        // A window that begins between samples.
         let late = Window::of(&samples, 4000, 2500);
         assert!((late.restored - 25.0).abs() < 1e-9 && (late.integral - 31.25).abs() < 1e-9, "{late:?}");
         assert_eq!(Window::of(&[], 0, 1000).control(), 0.0);
@@ -195,7 +179,7 @@ mod tests {
         assert!(needs.is_sorted_by(|a, b| a > b) && needs[19] < GIB / 5 && needs[19] > GIB / 6, "{needs:?}");
         vm.restores += 10_000;
         assert!(memory.need(&vm, 22_000).abs_diff(needs[19] + 10_000 * 4096) < 16 * MIB, "what refaulted was needed");
-        // A counter that went back starts a new window.
+        // A counter that went back begins a new window.
         vm.restores = 3;
         assert_eq!(memory.need(&vm, 23_000), GIB / 2);
     }
@@ -230,28 +214,27 @@ mod tests {
             id: name.into(),
             size_bytes: GIB,
             resident_bytes: 512 * MIB,
-            working_set: Some(WorkingSet { bytes: 400 * MIB, estimated: false }),
+            working_set_bytes: Some(400 * MIB),
             page_bytes,
             ..VmSample::default()
         };
         let host = HostSample { budget_bytes: GIB, free_bytes: 10 * GIB, ..HostSample::default() };
-        let decide = |vms: [VmSample; 2], restores: [u64; 2]| {
-            let maestro = Maestro { window_ms: 10_000 };
+        let limits = |vms: [VmSample; 2], restores: [u64; 2]| {
             let mut state = State::default();
             let mut snapshot = Snapshot { at_ms: 1000, host, vms: vms.into() };
-            maestro.decide(&snapshot, &mut state);
+            decide(&snapshot, &mut state);
             snapshot.at_ms = 2000;
             for (vm, restores) in snapshot.vms.iter_mut().zip(restores) {
                 vm.restores = restores;
             }
-            let plan = maestro.decide(&snapshot, &mut state);
+            let plan = decide(&snapshot, &mut state);
             [0, 1].map(|at| plan.decisions[at].limit_bytes.expect("a limit"))
         };
-        let [a, b] = decide([vm("a", 4096), vm("b", 4096)], [0, 0]);
+        let [a, b] = limits([vm("a", 4096), vm("b", 4096)], [0, 0]);
         assert_eq!((a, b), (512 * MIB, 512 * MIB));
-        let [a, b] = decide([vm("a", 4096), vm("b", 4096)], [0, 20_000]);
+        let [a, b] = limits([vm("a", 4096), vm("b", 4096)], [0, 20_000]);
         assert!(b > a + 50 * MIB && a + b <= GIB, "{a} {b}");
-        let [a, b] = decide([vm("a", 4096), vm("b", 2 * MIB)], [100, 100]);
+        let [a, b] = limits([vm("a", 4096), vm("b", 2 * MIB)], [100, 100]);
         assert!(b > a + 50 * MIB, "{a} {b}");
     }
 }

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use ballast_base::Bytes;
+use ballast_base::{Bytes, Invalid};
 use serde::{Deserialize, Serialize};
 
 /// Default shares.
@@ -55,12 +55,12 @@ impl fmt::Display for Class {
 }
 
 impl FromStr for Class {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let all = [Self::Guaranteed, Self::Burstable, Self::BestEffort, Self::Pinned];
         let found = all.into_iter().find(|class| class.word() == text);
-        found.ok_or_else(|| format!("{text:?} is no class; there are guaranteed, burstable and besteffort"))
+        found.ok_or_else(|| format!("{text:?} is no class; there are guaranteed, burstable and besteffort").into())
     }
 }
 
@@ -82,7 +82,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Return the weight.
+    /// The weight.
     pub fn effective_shares(&self) -> u32 {
         self.shares.unwrap_or(match self.class {
             Class::BestEffort => LOW_SHARES,
@@ -90,7 +90,7 @@ impl Settings {
         })
     }
 
-    /// Return the reservation of a VM that may have at most `most` bytes.
+    /// The reservation of a VM that may have at most `most` bytes.
     pub fn effective_reservation(&self, most: u64) -> u64 {
         match (self.reservation_bytes, self.class) {
             (0, Class::Guaranteed) => most,
@@ -98,7 +98,7 @@ impl Settings {
         }
     }
 
-    /// Return which settings contradict each other, or a VM of this size and limit.
+    /// The settings that contradict each other, or a VM of this size and limit.
     pub fn contradiction(&self, size: u64, limit: Option<u64>) -> Option<String> {
         let of = |bytes: u64| Bytes(bytes);
         let (reservation, protect) = (self.reservation_bytes, self.protect_bytes);
@@ -140,7 +140,7 @@ impl Settings {
         None
     }
 
-    /// Return warnings about settings that are allowed and probably not intended.
+    /// Warnings about settings that are allowed but probably not intended.
     pub fn warnings(&self, size: u64, limit: Option<u64>) -> Vec<String> {
         let mut warnings = Vec::new();
         if let Some(limit) = limit.filter(|limit| *limit < size) {

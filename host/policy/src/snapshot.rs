@@ -1,9 +1,10 @@
 //! Input and output of a policy.
 //!
-//! Before: the daemon reads counters. After: it sets limits; `explain`, `record` and `replay` show the rest.
+//! Before: the daemon reads counters. After: it sets limits; `explain` shows the rest.
 //! Units: in the names; `at_ms` is on any clock that only goes forward, and only differences mean something.
 //! Promise: policies do not rely on a consistent snapshot: sums may be off by pages that moved while they were read.
 
+use ballast_base::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::host_state::HostState;
@@ -64,8 +65,8 @@ pub struct VmSample {
     pub settings: Settings,
     /// Why reclaim is held, if so. Plans leave such a VM alone.
     pub held: Option<String>,
-    /// Working set, if known.
-    pub working_set: Option<WorkingSet>,
+    /// Working set, if the VM is tracked.
+    pub working_set_bytes: Option<u64>,
     /// Bytes that one restore brings: 4 KiB, or 2 MiB where huge pages are paged as one.
     pub page_bytes: u64,
     /// Restores since the VM attached, by fault or readahead.
@@ -93,8 +94,8 @@ impl VmSample {
     }
 
     /// Return its working set; if unknown, its resident memory.
-    pub fn working_set_bytes(&self) -> u64 {
-        self.working_set.map_or(self.resident_bytes, |set| set.bytes).min(self.size_bytes)
+    pub fn working_set_or_resident(&self) -> u64 {
+        self.working_set_bytes.unwrap_or(self.resident_bytes).min(self.size_bytes)
     }
 
     /// Return the headroom that belongs to a working set of this size.
@@ -104,20 +105,9 @@ impl VmSample {
 
     /// Return working set plus headroom, if one is measured and the other set.
     pub fn with_headroom_bytes(&self) -> Option<u64> {
-        let measured = self.working_set.is_some_and(|set| !set.estimated) && self.settings.headroom_percent > 0;
-        let bytes = self.working_set_bytes();
-        measured.then(|| bytes.saturating_add(self.headroom_of(bytes)))
+        let bytes = self.working_set_bytes.filter(|_| self.settings.headroom_percent > 0)?.min(self.size_bytes);
+        Some(bytes.saturating_add(self.headroom_of(bytes)))
     }
-}
-
-/// An amount of memory that is in use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
-pub struct WorkingSet {
-    /// How much.
-    pub bytes: u64,
-    /// It was not measured by tracking accesses, but estimated from resident memory and refaults.
-    pub estimated: bool,
 }
 
 /// The decisions of a policy for all VMs.
@@ -177,6 +167,15 @@ impl Decision {
             Action::Limit => self.limit_bytes,
             Action::Free => None,
             Action::Leave => self.before_bytes,
+        }
+    }
+
+    /// What it says of the VM: `may use 2 GiB`.
+    pub fn words(&self) -> String {
+        match (self.action, self.after_bytes()) {
+            (Action::Leave, _) => "is left alone".into(),
+            (_, None) => "may use all its memory".into(),
+            (_, Some(limit)) => format!("may use {}", Bytes(limit)),
         }
     }
 

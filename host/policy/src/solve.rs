@@ -1,25 +1,24 @@
-//! Dividing a budget: the one optimum, exactly.
+//! Divides a budget: finds the optimum exactly.
 //!
-//! Before: a policy says how much each VM wants (its weight) and between which bounds. After: limits.
-//! Units: whole pages.
+//! Before: a policy says how much each VM wants (its weight) and between which bounds. After: limits. Units: whole
+//! pages.
 //!
 //! Maestro (section 2) asks for the limits `l` that minimise the sum of `s (d / l)^2`, where `d` is a VM's demand and
 //! `s` its shares, such that the sum of `l` is at most the budget and `lo <= l <= hi`. The sum is convex and falls in
-//! each `l`, so the budget is used up unless every VM is at `hi`. With a Lagrange multiplier `m` for the budget, a VM
-//! that is at neither bound has `2 s d^2 / l^3 = m`, that is `l = c w` with `w = cbrt(s d^2)` and one `c` for all; the
-//! others are at the bound that `c w` has passed. So only `c` is searched, and the sum of `clamp(c w, lo, hi)` is a
-//! rising, piecewise linear function of it: a search among the points where a VM leaves or meets a bound (the changes
-//! of the active set) finds the piece in which the sum is the budget, and one division gives `c` there. So no tolerance
-//! is needed.
+//! each `l`, so the budget is used up unless each VM is at `hi`. With a Lagrange multiplier `m` for the budget, a VM at
+//! neither bound has `2 s d^2 / l^3 = m`, that is `l = c w` with `w = cbrt(s d^2)` and one `c` for all; the others are
+//! at the bound that `c w` has passed. So only `c` is searched. The sum of `clamp(c w, lo, hi)` is a rising, piecewise
+//! linear function of it: a search among the points where a VM leaves or meets a bound (changes of the active set)
+//! finds the piece in which the sum is the budget, and one division gives `c` there. No tolerance is needed.
 
-/// A VM, as the solver sees it.
+/// A VM in the solver.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
     /// Least pages.
     pub lo: u64,
     /// Most pages; not below `lo`.
     pub hi: u64,
-    /// How much `c` gives it, above 0.
+    /// Its multiple of `c`, positive.
     pub weight: f64,
 }
 
@@ -28,7 +27,7 @@ pub fn weight(shares: u32, demand_pages: f64) -> f64 {
     (f64::from(shares.max(1)) * demand_pages.max(1.0).powi(2)).cbrt()
 }
 
-/// Divide `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller ensures that
+/// Divides `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller ensures that
 /// the sum of `lo` fits.
 pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     let total = |of: fn(&Part) -> u64| sum(parts.iter().map(of));
@@ -40,7 +39,7 @@ pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     }
     let c = multiple(parts, budget as f64);
     let mut limits: Vec<u64> = parts.iter().map(|part| ((c * sane(part)) as u64).clamp(part.lo, part.hi)).collect();
-    // Rounding down leaves some pages; floating point may also round up, by a page or so.
+    // Rounding down leaves some pages; floating point may also round up, by about a page.
     let mut over = sum(limits.iter().copied()).saturating_sub(budget);
     for (limit, part) in limits.iter_mut().zip(parts) {
         let back = over.min(*limit - part.lo);
@@ -59,7 +58,7 @@ fn sane(part: &Part) -> f64 {
     if part.weight.is_finite() { part.weight.max(f64::MIN_POSITIVE) } else { 1.0 }
 }
 
-/// The `c` with which the clamped sum is the budget, which lies between the sums of `lo` and `hi`.
+/// The `c` for which the clamped sum is the budget, which lies between the sums of `lo` and `hi`.
 fn multiple(parts: &[Part], budget: f64) -> f64 {
     let at = |c: f64| parts.iter().map(|part| (c * sane(part)).clamp(part.lo as f64, part.hi as f64)).sum::<f64>();
     let leaves = |part: &Part| part.lo as f64 / sane(part);

@@ -1,26 +1,27 @@
 //! State of the gain policy for one VM: sums of its waiting and its refaults, which decay exponentially.
 //!
-//! Before: a sample of the VM. After: `gain` estimates how much time one more byte would save.
-//! Units: bytes and seconds. Promise: a counter or a clock that went back starts new sums.
+//! Before: a sample of the VM. After: `gain` estimates the time that one more byte would save. Units: bytes and
+//! seconds.
+//! Promise: a counter or a clock that went back begins new sums.
 
 use serde::{Deserialize, Serialize};
 
 use crate::snapshot::VmSample;
 
-/// Milliseconds in which the sums decay to 1/e.
+/// Time in which the sums decay to 1/e, in milliseconds.
 const DECAY_MS: f64 = 5_000.0;
-/// Refaults that are enough to judge by. With more, the sums decay sooner, so that a demand that jumps shows at once.
-/// But no sooner than by this factor, or each phase of a program would move limits.
+/// Refaults that suffice for an estimate. With more, the sums decay faster, so that a jump of the demand shows at once;
+/// but at most by this factor, or each phase of a program would move limits.
 const ENOUGH_REFAULTS: f64 = 2_000.0;
 const DECAY_FACTOR_LEAST: f64 = 0.3;
-/// 1/DOUBT of what a VM has counts as wanted. In any VM some pages refault at once because they were evicted by
+/// 1/DOUBT of a VM's memory counts as wanted. In any VM some pages refault at once because they were evicted by
 /// mistake; more memory would not save those refaults.
 const DOUBT: u64 = 32;
-/// Seconds of a CPU for each restore, and for each byte of it, with the eviction that makes room for it. Measured with
-/// the benches `balance` and `huge`.
+/// CPU seconds for each restore, and for each byte of it, with the eviction that makes room for it. Measured with the
+/// benches `balance` and `huge`.
 const WORK_S: f64 = 15e-6;
 const WORK_S_PER_BYTE: f64 = 2.5e-6 / ballast_base::PAGE_SIZE as f64;
-/// A VM counts as waiting for at most this share of the time.
+/// Most of the time that a VM counts as waiting, as a share.
 const WAITS_AT_MOST: f64 = 0.9;
 
 /// Sums of one VM.
@@ -32,7 +33,7 @@ pub struct Sums {
     pub refault_page_ms: u64,
     /// Restores until then.
     pub restores: u64,
-    /// Sum of one over each refault interval until then, in 1/1000 Hz.
+    /// Sum of the reciprocals of all refault intervals until then, in 1/1000 Hz.
     pub refault_milli_hz: u64,
     /// Far memory at the last sample.
     pub far_bytes: u64,
@@ -44,14 +45,14 @@ pub struct Sums {
     pub waited_s: f64,
     /// Restores, decayed.
     pub returned: f64,
-    /// One over each refault interval, in Hz, decayed.
+    /// Sum of the reciprocals of refault intervals, in Hz, decayed.
     pub returned_hz: f64,
     /// Restored bytes times their refault intervals, in byte-seconds, decayed.
     pub refault_byte_s: f64,
 }
 
 impl Sums {
-    /// Add what happened since the last sample.
+    /// Adds the time since the last sample.
     pub(crate) fn add(&mut self, vm: &VmSample, at_ms: u64) {
         let VmSample { refault_page_ms, restores, refault_milli_hz, far_bytes, resident_bytes, .. } = *vm;
         let now = Self { at_ms, refault_page_ms, restores, refault_milli_hz, far_bytes, resident_bytes, ..*self };
@@ -84,23 +85,23 @@ impl Sums {
         self.refault_byte_s = before.refault_byte_s * kept + intervals.min(most);
     }
 
-    /// Return the share of the time that the VM waited.
+    /// Share of the time that the VM waited.
     pub(crate) fn waits(&self) -> f64 {
         if self.time_s > 0.0 { (self.waited_s / self.time_s).min(WAITS_AT_MOST) } else { 0.0 }
     }
 
-    /// Return the share of a CPU that the host worked for the VM.
+    /// Share of a CPU that the host worked for the VM.
     pub(crate) fn works(&self, page_bytes: u64) -> f64 {
         let each_s = WORK_S + WORK_S_PER_BYTE * page_bytes as f64;
         if self.time_s > 0.0 { self.returned * each_s / self.time_s } else { 0.0 }
     }
 
-    /// Return how much of the far memory is wanted (Little's law: refaults a second times their mean interval).
+    /// Far memory in use (Little's law: refaults per second times their mean interval).
     pub(crate) fn wanted_bytes(&self) -> f64 {
         if self.time_s > 0.0 { self.refault_byte_s / self.time_s } else { 0.0 }
     }
 
-    /// Return how much of that is wanted soonest: refaults a second over their mean frequency.
+    /// Far memory that is needed soonest: refaults per second over their mean frequency.
     pub(crate) fn wanted_soon_bytes(&self, page_bytes: u64) -> f64 {
         // No refault, or a recording without intervals.
         if self.returned_hz <= 0.0 || self.time_s <= 0.0 {
@@ -109,8 +110,8 @@ impl Sums {
         self.returned * self.returned / self.returned_hz / self.time_s * page_bytes as f64
     }
 
-    /// Return the seconds in a second that one more byte saves a VM that has `has_bytes`: its own, which count more the
-    /// slower it is, and the host's.
+    /// Seconds per second that one more byte saves a VM that has `has_bytes`: its own, which count more the slower it
+    /// is, and the host's.
     pub(crate) fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
         let fair = (1.0 - self.waits()).powi(2);
         let wanted = self.wanted_soon_bytes(page_bytes);

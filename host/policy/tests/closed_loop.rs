@@ -1,19 +1,19 @@
-//! Policies in a loop with guests that feel their limits: a model of VMs with hot memory, where a touch of far memory
-//! costs what it costs here. Demand that jumps gets its memory; demand that is steady is left in peace.
+//! Policies in a loop with guests that feel their limits: a model of VMs with hot memory, in which a touch of far
+//! memory costs a measured time. A VM with a jump of its demand gets memory; steady demand causes no changes.
 
 use ballast_base::{GIB, MIB, PAGE_SIZE};
-use ballast_policy::{HostSample, Kind, Params, Policy, Snapshot, State, VmSample, WorkingSet};
+use ballast_policy::{HostSample, Kind, Setup, Snapshot, State, VmSample};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Seconds of work per touched page, and of waiting for a far one.
 const WORK_S: f64 = 20e-6;
 const WAIT_S: f64 = 12e-6;
 
-/// A VM that touches `hot` bytes of its memory at random, all the time.
+/// A VM that keeps touching `hot` bytes of its memory at random.
 struct Guest {
     hot: u64,
     sample: VmSample,
-    /// Pages touched in the last second.
+    /// Pages touched per second.
     speed: f64,
 }
 
@@ -30,7 +30,7 @@ impl Guest {
         Self { hot, sample, speed: 0.0 }
     }
 
-    /// Run for a second under its limit.
+    /// Runs for a second under its limit.
     fn run(&mut self, measured: bool) {
         let vm = &mut self.sample;
         let limit = vm.target_bytes.unwrap_or(vm.size_bytes);
@@ -38,14 +38,14 @@ impl Guest {
         let misses = 1.0 - (limit.min(self.hot) as f64 / self.hot as f64);
         self.speed = 1.0 / (WORK_S + misses * WAIT_S);
         vm.restores += (self.speed * misses) as u64;
-        // Each hot page is touched as often: a page that refaults was far until its next turn.
+        // All hot pages are touched equally often: a page that refaults was far until its next turn.
         vm.refault_page_ms += (self.speed * misses * (self.hot / PAGE) as f64 / self.speed * 1e3) as u64;
         vm.refault_milli_hz += (self.speed * misses * 1e3 * self.speed / (self.hot / PAGE) as f64) as u64;
         vm.stall = self.speed * misses * WAIT_S;
-        // What was resident and is not hot stays until the limit takes it.
+        // Resident memory that is not hot stays until the limit takes it.
         vm.resident_bytes = limit.min(vm.resident_bytes.max(self.hot));
         vm.far_bytes = vm.size_bytes - vm.resident_bytes;
-        vm.working_set = measured.then_some(WorkingSet { bytes: self.hot, estimated: false });
+        vm.working_set_bytes = measured.then_some(self.hot);
     }
 
     fn full_speed(&self) -> f64 {
@@ -54,7 +54,7 @@ impl Guest {
 }
 
 struct Host {
-    policy: Box<dyn Policy>,
+    setup: Setup,
     state: State,
     guests: Vec<Guest>,
     budget: u64,
@@ -66,8 +66,8 @@ struct Host {
 
 impl Host {
     fn new(kind: Kind, budget: u64, guests: Vec<Guest>, measured: bool) -> Self {
-        let policy = kind.policy(Params::default()).expect("it decides");
-        Self { policy, state: State::default(), guests, budget, at_ms: 0, course: Vec::new(), measured }
+        let setup = Setup { policy: kind, ..Setup::default() };
+        Self { setup, state: State::default(), guests, budget, at_ms: 0, course: Vec::new(), measured }
     }
 
     fn run(&mut self, seconds: u64) {
@@ -82,7 +82,8 @@ impl Host {
                 min_free_bytes: 0,
                 ..HostSample::default()
             };
-            let plan = self.policy.decide(&Snapshot { at_ms: self.at_ms, host, vms }, &mut self.state);
+            let plan = self.setup.decide(&Snapshot { at_ms: self.at_ms, host, vms }, &mut self.state);
+            let plan = plan.expect("it decides");
             let limits = plan.decisions.iter().map(|decision| decision.limit_bytes.expect("a limit"));
             let limits: Vec<u64> = limits.collect();
             for (guest, limit) in self.guests.iter_mut().zip(&limits) {
@@ -98,7 +99,7 @@ impl Host {
         self.guests.iter().map(Guest::full_speed).collect()
     }
 
-    /// Least and most of each VM's limit over the last seconds, and how often any changed.
+    /// Least and most of each VM's limit over the last seconds, and how often any limit changed.
     fn last(&self, seconds: usize) -> (Vec<(u64, u64)>, usize) {
         let last = &self.course[self.course.len() - seconds..];
         let range = |at: usize| {
@@ -108,7 +109,7 @@ impl Host {
         ((0..self.guests.len()).map(range).collect(), last.windows(2).filter(|pair| pair[0] != pair[1]).count())
     }
 
-    /// Seconds until every VM runs at this part of its full speed.
+    /// Seconds until each VM runs at this part of its full speed.
     fn seconds_to(&mut self, part: f64) -> u64 {
         let mut seconds = 0;
         loop {
@@ -136,7 +137,7 @@ fn steady_demand_that_fits_the_budget_is_met_and_then_nothing_changes() {
 }
 
 #[test]
-fn a_vm_whose_demand_jumps_gets_its_memory_within_seconds_and_nobody_else_suffers() {
+fn a_vm_with_a_jump_of_its_demand_gets_memory_within_seconds_and_no_other_suffers() {
     for (kind, measured) in [(Kind::Maestro, true), (Kind::Maestro, false), (Kind::Pressure, true), (Kind::Gain, false)]
     {
         let mut host = two(kind, measured);
@@ -152,7 +153,7 @@ fn a_vm_whose_demand_jumps_gets_its_memory_within_seconds_and_nobody_else_suffer
 }
 
 #[test]
-fn a_vm_whose_demand_jumps_is_lent_at_once_what_others_have_room_for_and_do_not_fill() {
+fn a_vm_with_a_jump_of_its_demand_is_lent_the_unused_memory_of_others_at_once() {
     let hot = [("idle", 8 * MIB), ("b", 100 * MIB), ("c", 100 * MIB), ("d", 100 * MIB)];
     let mut host = Host::new(Kind::Gain, 544 * MIB, hot.map(|(name, hot)| Guest::new(name, hot)).into(), false);
     for guest in &mut host.guests {
@@ -162,7 +163,8 @@ fn a_vm_whose_demand_jumps_is_lent_at_once_what_others_have_room_for_and_do_not_
     let second = |host: &mut Host| {
         for guest in &mut host.guests[1..] {
             let vm = &mut guest.sample;
-            // What it hardly ever touches comes back slowly, whatever it is given; and some pages went by mistake.
+            // Memory that it hardly touches is restored slowly, whatever the limit; and some pages were evicted by
+            // mistake.
             vm.resident_bytes = vm.resident_bytes.min(140 * MIB) + MIB / 4;
             vm.restores += 200;
             vm.refault_page_ms += 200 * 250;
@@ -186,17 +188,17 @@ fn where_memory_is_short_no_vm_is_sacrificed_and_limits_hardly_move() {
     {
         let hot = [("a", 900 * MIB), ("b", 500 * MIB), ("c", 100 * MIB)];
         let mut host = Host::new(kind, GIB, hot.map(|(name, hot)| Guest::new(name, hot)).into(), measured);
-        // What VMs were taken to need before is forgotten slowly.
+        // Former needs of VMs are forgotten slowly.
         host.run(120);
         let (ranges, _) = host.last(60);
         for ((least, most), (name, _)) in ranges.iter().zip(hot) {
-            // These two try again and again whether less will do.
+            // These two keep trying whether less suffices.
             let swing = if matches!(kind, Kind::Pressure | Kind::Gain) { most / 3 } else { most / 5 };
             assert!(most - least <= swing, "{kind}, {name}: from {least} to {most}");
         }
         for _ in 0..30 {
             host.run(1);
-            // A third of the memory that is wanted is missing, and gain takes it where each byte of it is used least.
+            // A third of the needed memory is missing, and gain takes it where each byte of it is used least.
             let least = if kind == Kind::Gain { 0.7 } else { 0.75 };
             assert!(host.speeds().iter().all(|speed| *speed > least), "{kind}: {:?}", host.speeds());
             assert!(host.course.last().is_some_and(|limits| limits.iter().sum::<u64>() <= GIB));
@@ -205,19 +207,19 @@ fn where_memory_is_short_no_vm_is_sacrificed_and_limits_hardly_move() {
 }
 
 #[test]
-fn memory_that_a_vm_holds_and_does_not_use_goes_to_those_that_lack_it_without_anybody_measuring() {
+fn memory_that_a_vm_holds_and_does_not_use_moves_to_others_without_a_measurement() {
     for kind in [Kind::Maestro, Kind::Gain] {
         let hot = [("a", 600 * MIB), ("b", 600 * MIB), ("c", 100 * MIB)];
         let mut host = Host::new(kind, GIB, hot.map(|(name, hot)| Guest::new(name, hot)).into(), false);
         host.run(60);
         let (ranges, _) = host.last(1);
-        // A third each is what it begins with.
+        // Each begins with a third.
         assert!(ranges[2].1 < 150 * MIB && ranges[0].0 > 430 * MIB && ranges[1].0 > 430 * MIB, "{kind}: {ranges:?}");
     }
 }
 
 #[test]
-fn the_pressure_policy_takes_back_what_is_not_needed_and_keeps_stall_below_its_threshold_on_average() {
+fn the_pressure_policy_takes_unneeded_memory_and_keeps_stall_below_its_threshold() {
     let guests = vec![Guest::new("a", 300 * MIB), Guest::new("b", 100 * MIB)];
     let mut host = Host::new(Kind::Pressure, 8 * GIB, guests, true);
     host.run(300);

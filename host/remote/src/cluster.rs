@@ -195,14 +195,15 @@ impl Cluster {
     ///
     /// # Errors
     /// By the map it is no primary, or the map is too old, so its replicas are not known.
-    pub fn replicas_of(&self, primary: &Addr) -> Result<u32, String> {
+    pub fn replicas_of(&self, primary: &Addr) -> io::Result<u32> {
         // The map read afterwards is this one, or a newer one.
         if self.is_too_old() {
             let why = self.silence().map(|why| format!(" ({why})")).unwrap_or_default();
-            return Err(format!("no node has said recently which replicas {primary} has{why}"));
+            return Err(io::Error::other(format!("no node has said recently which replicas {primary} has{why}")));
         }
         let electable = self.map().electable(primary);
-        let electable = electable.ok_or_else(|| format!("which replicas {primary} has is not known yet"))?;
+        let unknown = || io::Error::other(format!("which replicas {primary} has is not known yet"));
+        let electable = electable.ok_or_else(unknown)?;
         Ok(electable.max(self.options.replicas))
     }
 
@@ -328,7 +329,7 @@ mod tests {
             cluster.refresh_if_old();
             cluster.replicas_of(&primary)
         };
-        assert_eq!(set(Duration::ZERO), Ok(2));
+        assert_eq!(set(Duration::ZERO).expect("the map is new"), 2);
         set(TOO_OLD).expect_err("it may have more");
         assert_eq!(cluster.map().primary(0), Some(&primary), "pages are read by it all the same");
     }

@@ -6,8 +6,8 @@
 //! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
 //! began. What cannot be unlinked now stays here. A node that refuses delays its own pages only. A call takes
 //! [`SLICE`], or as long as one node takes to fail, and the next one goes on from there. A chunk has what one failed
-//! write left at most: no other page is put there before that is unlinked. It is unlinked once more later, because a
-//! server that was stopped may read the rest of that write after the first time.
+//! write left at most: no other page is put there before that is unlinked. What a server that was stopped reads of that
+//! write afterwards stays until the VM's end, whose sweep finds it.
 //!
 //! *Leftovers.* A sweep of the VM's keys finds pages that an ended engine put and no word names. It runs after
 //! `recover`, and after `own` for keys that the other engine could not unlink. The thread that calls `tidy` runs it in
@@ -16,7 +16,8 @@
 //! a page of the chunk agreed, and a store does not know them. And marks would not find writes of an ended engine that
 //! arrive later.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io;
 use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -38,15 +39,11 @@ const SLICE: Duration = Duration::from_millis(100);
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
 /// How long a node that refused is not asked. Until it answers, that may take seconds each time.
 const REFUSES_FOR: Duration = Duration::from_secs(3);
-/// Time after which a server that answers has read all that a closed connection brought it.
-const READ_LATE: Duration = Duration::from_secs(10);
 
 /// All garbage of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Garbage {
     freed: Mutex<Freed>,
-    /// What failed writes left and was unlinked once, and when it is to be unlinked again.
-    again: Mutex<VecDeque<(Instant, FailedRun)>>,
     leftovers: Mutex<Option<Leftovers>>,
 }
 
@@ -151,12 +148,12 @@ fn node_of(cluster: &Cluster, waiting: &Waiting) -> Option<Addr> {
 }
 
 /// Unlinks the pages of these runs.
-fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> Result<(), String> {
+fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> io::Result<()> {
     let pages = |(first, count, handle): &FailedRun| {
         let (region, start, handle) = (first.region, first.page.0, *handle);
         (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
     };
-    sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages))).map(drop).map_err(|failed| failed.why)
+    sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages))).map(drop)
 }
 
 impl Garbage {
@@ -178,7 +175,7 @@ impl Garbage {
     ///
     /// # Errors
     /// Its node does not do so; the reason.
-    pub fn unlink_failed(&self, cluster: &Cluster, key: PageKey) -> Result<(), String> {
+    pub fn unlink_failed(&self, cluster: &Cluster, key: PageKey) -> io::Result<()> {
         let runs = match lock(&self.freed).chunks.get_mut(&chunk_of(key)) {
             Some(waiting) if !waiting.uncounted.is_empty() => std::mem::take(&mut waiting.uncounted),
             _ => return Ok(()),
@@ -186,28 +183,9 @@ impl Garbage {
         self.unlink_runs(cluster, &runs)
     }
 
-    /// Unlinks what failed writes left, and will do so again; what cannot be unlinked is added again.
-    fn unlink_runs(&self, cluster: &Cluster, runs: &[FailedRun]) -> Result<(), String> {
-        unlink_all(cluster, runs).inspect_err(|_| self.put_back(runs))?;
-        self.unlink_later(runs, Instant::now());
-        Ok(())
-    }
-
-    fn unlink_later(&self, runs: &[FailedRun], now: Instant) {
-        lock(&self.again).extend(runs.iter().map(|run| (now + READ_LATE, *run)));
-    }
-
-    /// Unlinks again what failed writes left, if it is time, for [`SLICE`].
-    ///
-    /// # Errors
-    /// A node does not do so; the reason. The run is tried again as late.
-    pub fn unlink_again(&self, cluster: &Cluster, now: Instant) -> Result<(), String> {
-        let began = Instant::now();
-        while began.elapsed() < SLICE {
-            let Some((_, run)) = lock(&self.again).pop_front_if(|(at, _)| *at <= now) else { break };
-            unlink_all(cluster, &[run]).inspect_err(|_| self.unlink_later(&[run], now))?;
-        }
-        Ok(())
+    /// Unlinks what failed writes left; what cannot be unlinked is added again.
+    fn unlink_runs(&self, cluster: &Cluster, runs: &[FailedRun]) -> io::Result<()> {
+        unlink_all(cluster, runs).inspect_err(|_| self.put_back(runs))
     }
 
     fn put_back(&self, runs: &[FailedRun]) {
@@ -251,7 +229,7 @@ impl Garbage {
     ///
     /// # Errors
     /// The first reason why a node does not do so. A later call unlinks its pages.
-    pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> Result<(), String> {
+    pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> io::Result<()> {
         let (begun, mut refusal) = (Instant::now(), None);
         let chunks = lock(&self.freed).chunks.len();
         for _ in 0..chunks {
@@ -283,7 +261,7 @@ impl Garbage {
     }
 
     /// Unlinks what was taken out of a chunk. What its node refuses goes back.
-    fn unlink(&self, cluster: &Cluster, share: &Share, waiting: Waiting) -> Result<(), String> {
+    fn unlink(&self, cluster: &Cluster, share: &Share, waiting: Waiting) -> io::Result<()> {
         let Waiting { pages, uncounted } = waiting;
         let keys = pages.keys().map(|(key, handle)| name::key(*key, *handle)).collect();
         let unlinked = sweep::unlink(cluster, keys);
@@ -295,10 +273,7 @@ impl Garbage {
             let mut freed = lock(&self.freed);
             pages.into_keys().for_each(|page| freed.add(page, Tried::Maybe));
         }
-        if let Err(failed) = unlinked {
-            self.put_back(&uncounted);
-            return Err(failed.why);
-        }
+        unlinked.inspect_err(|_| self.put_back(&uncounted))?;
         self.unlink_runs(cluster, &uncounted)
     }
 
@@ -306,80 +281,20 @@ impl Garbage {
     ///
     /// # Errors
     /// The reason why a node does not list its keys, or does not unlink them. A later call does that step again.
-    pub fn sweep(&self, cluster: &Cluster) -> Result<(), String> {
+    pub fn sweep(&self, cluster: &Cluster) -> io::Result<()> {
         let mut leftovers = lock(&self.leftovers);
         let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return Ok(()) };
         let until = Instant::now() + SWEEP_SLICE;
         while Instant::now() < until {
-            let Some(keys) = scan.step(cluster).map_err(|error| error.to_string())? else {
+            let Some(keys) = scan.step(cluster)? else {
                 *leftovers = None;
                 return Ok(());
             };
             let pages = keys.iter().filter_map(|bytes| name::parse(bytes));
             let garbage = pages.filter(|page| page.1.bits() <= newest.bits() && !live.contains(page));
             let keys = garbage.map(|(key, handle)| name::key(key, handle)).collect();
-            if let Err(failed) = sweep::unlink(cluster, keys) {
-                scan.again();
-                return Err(failed.why);
-            }
+            sweep::unlink(cluster, keys).inspect_err(|_| scan.again())?;
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::cluster::ClusterOptions;
-    use crate::link::Access;
-    use ballast_store::RegionKey;
-    use std::io::{Read, Write};
-    use std::net::TcpListener;
-    use std::sync::mpsc;
-
-    /// A server of all slots, that tells of each `UNLINK`, as one of two keys.
-    fn server() -> (Cluster, mpsc::Receiver<String>) {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let addr = listener.local_addr().expect("an address");
-        let (tell, told) = mpsc::channel();
-        let map = format!(
-            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{}\r\n\
-             $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n",
-            addr.port()
-        );
-        std::thread::spawn(move || {
-            for mut stream in listener.incoming().flatten() {
-                let (map, tell) = (map.clone(), tell.clone());
-                std::thread::spawn(move || {
-                    let mut asked = [0; 4096];
-                    while let Ok(len @ 1..) = stream.read(&mut asked) {
-                        let text = String::from_utf8_lossy(&asked[..len]).into_owned();
-                        let unlinks = text.contains("UNLINK") && tell.send(text).is_ok();
-                        if stream.write_all(if unlinks { b":2\r\n" } else { map.as_bytes() }).is_err() {
-                            return;
-                        }
-                    }
-                });
-            }
-        });
-        let nodes = vec![Addr::parse(&addr.to_string()).expect("an address")];
-        (Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas: 1 }), told)
-    }
-
-    #[test]
-    fn what_a_failed_write_left_is_unlinked_once_more_when_a_server_has_read_all_of_it_and_then_never() {
-        let (cluster, told) = server();
-        let garbage = Garbage::default();
-        let first = RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(3));
-        garbage.failed(first, 2, Handle::new(5).expect("40 bits"));
-        assert_eq!(garbage.unlink_failed(&cluster, first), Ok(()));
-        let before = told.try_recv().expect("it was unlinked");
-        let now = Instant::now();
-        assert_eq!(garbage.unlink_again(&cluster, now), Ok(()));
-        assert!(told.try_recv().is_err(), "it is not time");
-        assert_eq!(garbage.unlink_again(&cluster, now + READ_LATE), Ok(()));
-        assert_eq!(told.try_recv().as_ref(), Ok(&before), "the same keys");
-        assert_eq!(garbage.unlink_again(&cluster, now + 9 * READ_LATE), Ok(()));
-        assert!(told.try_recv().is_err());
     }
 }

@@ -22,6 +22,7 @@
 //! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again.
 
 use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -125,7 +126,7 @@ impl Home {
     ///
     /// # Errors
     /// It is not, or that is not known; the reason.
-    pub fn takes(&self, cluster: &Cluster) -> Result<(), String> {
+    pub fn takes(&self, cluster: &Cluster) -> io::Result<()> {
         let (context, map) = (IoContext::BACKGROUND, with_nodes(cluster)?);
         let kept = self.kept.get();
         if kept != 0 && cluster.was_seen(kept, &map, FRESH) {
@@ -138,19 +139,19 @@ impl Home {
     ///
     /// # Errors
     /// It does not; the reason.
-    pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> Result<(), String> {
+    pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> io::Result<()> {
         if self.is_kept() {
             return self.ask(cluster, map, context);
         }
         // Each put keeps the identity first, so this is a state file that was damaged: nothing may count as lost.
         match self.has_pages.load(Ordering::Acquire) {
-            true => Err("it is not kept which cluster has the VM's pages".into()),
+            true => Err(io::Error::other("it is not kept which cluster has the VM's pages")),
             false => Ok(()),
         }
     }
 
     /// Asks the nodes of this map.
-    fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> Result<(), String> {
+    fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> io::Result<()> {
         let context = context.until(Instant::now() + ALL);
         let mut kept = self.kept.get();
         let said = read(cluster, map, kept, context);
@@ -170,10 +171,11 @@ impl Home {
             return Ok(());
         }
         if let Some(why) = said.silent {
-            return Err(format!("it is not known whether this cluster has the VM's pages: {why}"));
+            let why = format!("it is not known whether this cluster has the VM's pages: {why}");
+            return Err(io::Error::other(why));
         }
         cluster.saw_another();
-        Err(self.not_here(kept, said.most()))
+        Err(io::Error::other(self.not_here(kept, said.most())))
     }
 
     /// This is not the cluster of the VM.
@@ -198,9 +200,9 @@ impl Home {
 }
 
 /// Returns a map that has nodes.
-fn with_nodes(cluster: &Cluster) -> Result<Arc<SlotMap>, String> {
+fn with_nodes(cluster: &Cluster) -> io::Result<Arc<SlotMap>> {
     if cluster.map().shards().next().is_none() {
-        cluster.owner(slot_of(&name::identity(0)), IoContext::BACKGROUND).map_err(|error| error.to_string())?;
+        cluster.owner(slot_of(&name::identity(0)), IoContext::BACKGROUND)?;
     }
     Ok(cluster.map())
 }
@@ -290,13 +292,13 @@ fn parse(text: &str) -> Option<u64> {
 }
 
 /// Gives an identity to a cluster that was asked for all keys and has none.
-fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -> Result<u64, String> {
+fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -> io::Result<u64> {
     if let Some(why) = &said.silent {
-        return Err(format!("the cluster's identity is not known: {why}"));
+        return Err(io::Error::other(format!("the cluster's identity is not known: {why}")));
     }
-    let random = seal::new_key().map_err(|error| error.to_string())?;
+    let random = seal::new_key()?;
     let identity = random.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).find(|number| *number != 0);
-    let identity = identity.ok_or("the kernel has no random numbers")?;
+    let identity = identity.ok_or_else(|| io::Error::other("the kernel has no random numbers"))?;
     // Of engines that do this at the same time, the one that sets the first key is the first.
     let here = set(cluster, map, 0, identity, context)?;
     // What cannot be set now is set by `mend`.
@@ -305,18 +307,18 @@ fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -
 }
 
 /// Sets a key that is missing. Returns what is there.
-fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, context: IoContext<'_>) -> Result<u64, String> {
+fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, context: IoContext<'_>) -> io::Result<u64> {
     let key = name::identity(at);
-    let addr = map.primary(slot_of(&key)).ok_or("some slots have no node")?;
+    let addr = map.primary(slot_of(&key)).ok_or_else(|| io::Error::other("some slots have no node"))?;
     let context = context.until(Instant::now() + TIMEOUT);
     let mut asks = Commands::one(&[b"SET", &key, format!("{identity:016x}").as_bytes(), b"NX"]);
     asks.add(&[b"GET", &key]);
     let asked = cluster.with(addr, context, |link| {
         let replies = link.ask(&asks, context)?;
         let there = replies.get(1).text().and_then(parse);
-        there.ok_or_else(|| std::io::Error::other(replies.get(0).error().unwrap_or_default()))
+        there.ok_or_else(|| io::Error::other(replies.get(0).error().unwrap_or_default()))
     });
-    asked.map_err(|error| format!("the cluster's identity cannot be set: {addr}: {error}"))
+    asked.map_err(|error| io::Error::other(format!("the cluster's identity cannot be set: {addr}: {error}")))
 }
 
 /// Adds keys of the cluster's identity that are missing, if all can be asked for and one is there.

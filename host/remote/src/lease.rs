@@ -64,7 +64,7 @@ impl Lease {
     ///
     /// # Errors
     /// The reason why the cluster does not store it.
-    pub fn ensure(&self, cluster: &Cluster) -> Result<(), String> {
+    pub fn ensure(&self, cluster: &Cluster) -> io::Result<()> {
         let mut renewal = self.renewal();
         if renewal.was_done && renewal.age() < self.lasts / 10 {
             return Ok(());
@@ -78,10 +78,10 @@ impl Lease {
         asks.add(&[b"PEXPIRE", &key, ms.as_bytes()]);
         at_owner(cluster, &key, &asks, |replies| match replies.get(0).error() {
             Some(_) if replies.get(1).int() == Some(1) => Ok(()),
-            Some(error) => Err(error),
+            Some(error) => Err(io::Error::other(error)),
             None => Ok(()),
         })
-        .map_err(|error| format!("its lease: {error}"))?;
+        .map_err(|error| io::Error::other(format!("its lease: {error}")))?;
         *renewal = Renewal { at, was_done: true };
         Ok(())
     }
@@ -91,9 +91,9 @@ impl Lease {
     ///
     /// # Errors
     /// It may have run out.
-    pub fn has_lasted(&self, since: Duration) -> Result<(), String> {
+    pub fn has_lasted(&self, since: Duration) -> io::Result<()> {
         let passed = clock::boot_time().saturating_sub(since);
-        if passed < self.lasts / 2 { Ok(()) } else { Err("its lease may have run out meanwhile".into()) }
+        if passed < self.lasts / 2 { Ok(()) } else { Err(io::Error::other("its lease may have run out meanwhile")) }
     }
 
     /// Returns for how long it has not been renewed, if that is half of its duration or more.
@@ -107,7 +107,7 @@ fn at_owner<T>(
     cluster: &Cluster,
     key: &[u8],
     asks: &Commands,
-    read: impl Fn(&Replies<'_>) -> Result<T, String>,
+    read: impl Fn(&Replies<'_>) -> io::Result<T>,
 ) -> io::Result<T> {
     let mut last = io::Error::other("no node has its slot");
     for _ in 0..2 {
@@ -134,7 +134,7 @@ fn is_without(cluster: &Cluster, vm: VmId) -> bool {
     let asks = Commands::one(&[b"SET", &key, b"1", b"XX", b"KEEPTTL"]);
     let is_nil = at_owner(cluster, &key, &asks, |replies| {
         let said = replies.get(0);
-        said.error().map_or(Ok(said.is_nil()), Err)
+        said.error().map_or(Ok(said.is_nil()), |error| Err(io::Error::other(error)))
     });
     is_nil.unwrap_or(false)
 }
@@ -176,9 +176,9 @@ impl Removal {
             }
             match sweep::unlink(cluster, keys) {
                 Ok(gone) => *self.vms.entry(vm).or_default() += gone,
-                Err(failed) => {
+                Err(error) => {
                     self.scan.again();
-                    return Err(io::Error::other(failed.why));
+                    return Err(error);
                 }
             }
         }

@@ -51,7 +51,7 @@ pub fn verdicts(
     cluster: &Cluster,
     keys: &[&[u8]],
     opens: &mut dyn FnMut(usize, &[u8]) -> bool,
-    loses: &dyn Fn(&Arc<SlotMap>) -> Result<(), String>,
+    loses: &dyn Fn(&Arc<SlotMap>) -> io::Result<()>,
     context: IoContext<'_>,
 ) -> Vec<Verdict> {
     let Some(first) = keys.first() else { return Vec::new() };
@@ -60,11 +60,11 @@ pub fn verdicts(
     let asked = elected(cluster, slot_of(first), context).and_then(|(owner, others, map)| {
         let mut silent = None;
         for node in [(&owner, false)].into_iter().chain(others.iter().map(|addr| (addr, true))) {
-            let open: Vec<usize> = (0..keys.len()).filter(|at| said[*at] != Verdict::Found).collect();
+            let open: Vec<_> = (0..).zip(keys.iter().copied()).filter(|(at, _)| said[*at] != Verdict::Found).collect();
             if open.is_empty() {
                 break;
             }
-            let asked = ask(cluster, node, &open, keys, context, &mut |at, value| {
+            let asked = ask(cluster, node, &open, context, &mut |at, value| {
                 said[at] = if opens(at, value) { Verdict::Found } else { Verdict::Damaged };
             });
             // The next one may have the page.
@@ -75,7 +75,7 @@ pub fn verdicts(
     let (open, why): (&[Verdict], String) = match asked {
         Err(error) => (&[Verdict::Lost, Verdict::Damaged], error.to_string()),
         Ok(map) => match said.contains(&Verdict::Lost).then(|| loses(&map)) {
-            Some(Err(why)) => (&[Verdict::Lost], why),
+            Some(Err(why)) => (&[Verdict::Lost], why.to_string()),
             _ => return said,
         },
     };
@@ -113,13 +113,12 @@ fn elected(cluster: &Cluster, slot: u16, context: IoContext<'_>) -> io::Result<(
     Ok((owner, nodes, map))
 }
 
-/// Reads some of the keys from this node (a replica, if that is said), and passes on the values. After an error, the
-/// state of the pages at this node is unknown.
+/// Reads keys from this node (a replica, if that is said), and passes on the values with the numbers of their keys.
+/// After an error, the state of the pages at this node is unknown.
 fn ask(
     cluster: &Cluster,
     (addr, replica): (&Addr, bool),
-    some: &[usize],
-    keys: &[&[u8]],
+    some: &[(usize, &[u8])],
     context: IoContext<'_>,
     value: &mut dyn FnMut(usize, &[u8]),
 ) -> io::Result<()> {
@@ -133,7 +132,7 @@ fn ask(
     if replica {
         commands.add(&[b"READONLY"]);
     }
-    some.iter().for_each(|at| commands.add(&[b"GET", keys[*at]]));
+    some.iter().for_each(|(_, key)| commands.add(&[b"GET", key]));
     if replica {
         commands.add(&[b"READWRITE"]);
     }
@@ -143,7 +142,7 @@ fn ask(
         if let Some(error) = refused {
             return Err(io::Error::other(format!("{addr} says: {error}")));
         }
-        for (number, at) in some.iter().enumerate() {
+        for (number, (at, _)) in some.iter().enumerate() {
             let said = replies.get(number + usize::from(replica));
             match said.bytes() {
                 Some(bytes) => value(*at, bytes),

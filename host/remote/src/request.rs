@@ -136,7 +136,7 @@ pub fn run(
         let Some(mut round) = rounds.pop() else { return Ok(()) };
         if matches!(verb, Verb::Set(_)) {
             cluster.refresh_if_old();
-            round.replicas = cluster.replicas_of(&round.at).map_err(|why| failed(why, unknown))?;
+            round.replicas = cluster.replicas_of(&round.at).map_err(|why| failed(why.to_string(), unknown))?;
         }
         let wait = left(deadline.context).unwrap_or_default() / 2;
         let commands = commands(verb, keys, &round, wait);
@@ -209,9 +209,8 @@ pub fn send_as_made(
     cluster.refresh_if_old();
     let context = IoContext::BACKGROUND;
     let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice)), context);
-    let owner = owner.map_err(|error| error.to_string());
     let known = owner.and_then(|at| cluster.replicas_of(&at).map(|replicas| (at, replicas)));
-    let (at, replicas) = known.map_err(|why| Failed { full: false, why, unknown: false })?;
+    let (at, replicas) = known.map_err(|why| Failed { full: false, why: why.to_string(), unknown: false })?;
     let (node, begun) = (cluster.node(&at), Instant::now());
     let timeout = node.timeout(Kind::Write);
     let context = context.until(begun + timeout);

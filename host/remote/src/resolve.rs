@@ -2,10 +2,9 @@
 //!
 //! Before: `link` is about to connect to a node. After: it has the addresses.
 //! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
-//! deadline, and a server can choose the name (in a redirection).
-//! Promise: a call returns soon after its deadline, or when others want a lock of its caller; and at most [`LOOKUPS`]
-//! lookups run at a time, one for each host. The answer of a lookup counts whenever it comes: a resolver that needs
-//! longer than any deadline delays the first connection only.
+//! deadline: one at a time for each host.
+//! Promise: a call returns soon after its deadline, or when others want a lock of its caller. The answer of a lookup
+//! counts whenever it comes: a resolver that needs longer than any deadline delays the first connection only.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,10 +17,6 @@ use ballast_store::IoContext;
 use crate::refusal::Addr;
 use crate::stream::{FIRST_WAIT, gives_way, left, step};
 
-/// Lookups that run at a time.
-const LOOKUPS: usize = 16;
-/// Hosts whose addresses are remembered.
-const KEPT: usize = 4096;
 /// An answer is used for this long without another lookup: by callers that had given up before it came.
 const FRESH: Duration = Duration::from_secs(1);
 /// If the last addresses are known, a lookup may take 1/N of the time that is left. After that these are used.
@@ -71,19 +66,11 @@ impl Hosts {
     fn find(self: &Arc<Self>, name: &str, context: IoContext<'_>, look_up: Arc<LookUp>) -> io::Result<Vec<IpAddr>> {
         let begun = Instant::now();
         let mut all = self.all();
-        if all.len() >= KEPT {
-            all.retain(|_, host| host.is_asked);
-        }
-        let asked = all.values().filter(|host| host.is_asked).count();
         let host = all.entry(name.to_owned()).or_default();
         let is_fresh = |host: &Host| host.said.as_ref().is_some_and(|(at, _)| begun <= *at + FRESH);
         if !host.is_asked && !is_fresh(host) {
-            if asked < LOOKUPS {
-                self.ask(name, look_up)?;
-                host.is_asked = true;
-            } else if host.last.is_empty() {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, "too many names are being looked up"));
-            }
+            self.ask(name, look_up)?;
+            host.is_asked = true;
         }
         let context = context.until(begun + left(context)? / if host.last.is_empty() { 1 } else { PART });
         while all.get(name).is_some_and(|host| host.is_asked)

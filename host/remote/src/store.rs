@@ -129,7 +129,7 @@ impl RemoteStore {
             return None;
         }
         let why = self.ensure_lease().err()?;
-        Some((self.lease.overdue()?, why))
+        Some((self.lease.overdue()?, why.to_string()))
     }
 
     /// Returns whether the cluster may have pages, or a lease, of the VM.
@@ -143,7 +143,7 @@ impl RemoteStore {
     }
 
     /// In another cluster than its own it needs none.
-    fn ensure_lease(&self) -> Result<(), String> {
+    fn ensure_lease(&self) -> io::Result<()> {
         self.home.takes(&self.cluster)?;
         self.lease.ensure(&self.cluster)
     }
@@ -178,7 +178,7 @@ impl RemoteStore {
             return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
         let since = clock::boot_time();
-        self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
+        self.ensure_lease().map_err(|why| self.refuse(why.to_string(), PutOutcome::Busy))?;
         // Otherwise each put that fails would leave more.
         let unlinked = self.garbage.unlink_failed(&self.cluster, first);
         unlinked.map_err(|why| self.refuse(format!("what a failed write left: {why}"), PutOutcome::Busy))?;
@@ -212,7 +212,7 @@ impl RemoteStore {
         // A node that belongs to another cluster may have brought that one's map meanwhile.
         if let Err(why) = self.home.takes(&self.cluster).and_then(|()| self.lease.has_lasted(since)) {
             self.garbage.failed(first, count, generation);
-            return Err(self.refuse(why, PutOutcome::Busy));
+            return Err(self.refuse(why.to_string(), PutOutcome::Busy));
         }
         self.used.store(true, Relaxed);
         self.share.put(count, values.bytes() as u64);
@@ -351,12 +351,11 @@ impl Store for RemoteStore {
         }
         let steps = || {
             let unlinked = self.garbage.unlink_freed(&self.cluster, &self.share);
-            let again = self.garbage.unlink_again(&self.cluster, Instant::now());
-            self.garbage.sweep(&self.cluster).and(unlinked).and(again)
+            self.garbage.sweep(&self.cluster).and(unlinked)
         };
         if let Err(why) = steps() {
             *lock(&self.rests_until) = Some(Instant::now() + REST);
-            *lock(&self.refusal) = Some(why);
+            *lock(&self.refusal) = Some(why.to_string());
         }
     }
 

@@ -15,7 +15,7 @@ use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
 use crate::refusal::Addr;
-use crate::request::{self, Failed, Found, Verb};
+use crate::request::{self, Found, Verb};
 use crate::resp::Commands;
 
 /// Longest time that one node may take for one step. It scans [`COUNT`] keys in about 0.3 ms.
@@ -113,7 +113,7 @@ impl Scan {
 ///
 /// # Errors
 /// A node does not respond. Some of the keys may be unlinked.
-pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> Result<u64, Failed> {
+pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> io::Result<u64> {
     let tag_end = |key: &[u8]| key.iter().position(|byte| *byte == b'}').map_or(key.len(), |at| at + 1);
     keys.sort();
     let mut gone = 0;
@@ -123,7 +123,8 @@ pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> Result<u64, Failed> 
                 gone += count;
             }
         };
-        request::run(cluster, Verb::Unlink, chunk, &mut count, IoContext::BACKGROUND)?;
+        let asked = request::run(cluster, Verb::Unlink, chunk, &mut count, IoContext::BACKGROUND);
+        asked.map_err(|failed| io::Error::other(failed.why))?;
     }
     Ok(gone)
 }

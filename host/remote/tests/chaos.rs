@@ -5,6 +5,7 @@
 //! Promise: the events are a function of the seed, but their time is not. `BALLAST_REMOTE_EVENTS` (default 8) sets
 //! their number, `BALLAST_SEED` the seed.
 
+#[path = "remote/common/mod.rs"]
 mod common;
 
 use std::collections::HashMap;

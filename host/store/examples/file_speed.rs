@@ -1,9 +1,9 @@
-//! How fast the file store is on this machine's disk, beside the RAM store and beside plain direct I/O.
+//! Speed of the file store on this machine's disk, beside the RAM store and plain direct I/O.
 //!
 //! Before: `cargo run --release -p ballast-store --example file_speed [DIRECTORY]` (default: the directory for
-//! temporary files). After: a line per operation.
-//! Units: us per page (4 KiB) or per extent (2 MiB), p50 with p10, p90 and p99; one operation at a time, one thread.
-//! Promise: pages are read in another order than they were written in, and no page cache is involved.
+//! temporary files). After: one line per operation. Units: us per page (4 KiB) or per extent (2 MiB), p50 with p10, p90
+//! and p99; one operation at a time, one thread.
+//! Promise: pages are read in another order than they were written in, and the page cache is not used.
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ fn key(page: usize) -> PageKey {
     RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page as u64))
 }
 
-/// A permutation of `0..n` that jumps about; `n` is a power of two.
+/// A permutation of `0..n` without locality; `n` is a power of two.
 fn shuffled(n: usize) -> impl Iterator<Item = usize> {
     (0..n).map(move |index| index.wrapping_mul(1_664_525).wrapping_add(1_013_904_223) % n)
 }
@@ -80,7 +80,7 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
         }
         times.print(&format!("{name} free a page, {round}"));
     }
-    // Neighbours in the guest that are not neighbours on the disk, read together.
+    // Pages that are neighbours in the guest but not on the disk, read together.
     let mut handles = vec![None; content.len()];
     for page in shuffled(content.len()) {
         handles[page] = Some(stored(store.put(key(page), &content[page])));
@@ -117,7 +117,7 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
     gets.print(&format!("{name} get 2 MiB"));
 }
 
-/// The cost of the disk by itself, through `pread` and `pwrite`.
+/// The cost of the disk alone, by `pread` and `pwrite`.
 fn plain(dir: &std::path::Path) {
     let file = direct::create_unnamed(dir, Bytes((PAGES * PAGE_SIZE) as u64)).expect("a file");
     let file = std::fs::File::from(file);

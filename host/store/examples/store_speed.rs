@@ -1,10 +1,10 @@
-//! How fast the RAM store is on this machine (pages per second and microseconds per page, one thread), and how its LZ4
-//! compares with `lz4_flex` on the same pages.
+//! Speed of the RAM store on this machine (pages per second and microseconds per page, one thread), and of its LZ4
+//! beside `lz4_flex` on the same pages.
 //!
 //! Before: `cargo run --release -p ballast-store --example store_speed [FILE...]`. After: one line per codec and kind
-//! of page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages.
-//! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload
-//! bytes, where a page that is kept raw counts 4096.
+//! of page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages. Units: us per page,
+//! the median of the repetitions with the lowest and highest; ratio is page bytes over payload bytes, where a page
+//! stored raw counts 4096.
 //! Promise: "put" includes the first touch of its slabs, as for the first pages of a VM; "again" puts into slabs in
 //! use.
 
@@ -21,8 +21,7 @@ use ballast_testkit::pages;
 
 const PAGES: usize = 2000;
 const REPETITIONS: usize = 15;
-/// Every page of this position stays while the others are freed, so that no slab is freed: a slab has at least 15
-/// slots.
+/// One page per this many stays while the others are freed, so that no slab is freed: a slab has at least 15 slots.
 const STAYS: usize = 8;
 
 fn key(page: usize) -> PageKey {
@@ -86,7 +85,7 @@ fn measure(codec_name: &str, codec: Codec, kind: &str, content: &[PageBytes]) {
     println!("{codec_name:8} {kind:18} put {fresh}  again {again}  get {get}  free {free}");
 }
 
-/// Ratios of the store (header and slots not counted) and of `lz4_flex` under the same rule, side by side.
+/// Ratios of the store (without headers and slots) and of `lz4_flex` under the same rule, side by side.
 fn compare(kind: &str, content: &[PageBytes]) {
     const RAW_ABOVE: usize = 3568;
     let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(GIB)))).expect("create a store");
@@ -120,15 +119,14 @@ fn compare(kind: &str, content: &[PageBytes]) {
     );
 }
 
-/// A run of noise and a run of zeros: as many incompressible bytes as `half_compressible`, in two sequences and not in
-/// sixty.
+/// Half noise, half zeros: as many incompressible bytes as `half_compressible`, in two sequences instead of sixty.
 fn half_zero(seed: u64) -> PageBytes {
     let mut page = pages::incompressible(seed);
     page[PAGE_SIZE / 2..].fill(0);
     page
 }
 
-/// An array of pointers into one heap, every fourth one null.
+/// An array of pointers into one heap, every fourth null.
 fn pointers(seed: u64) -> PageBytes {
     let mut page = pages::incompressible(seed);
     for word in page.chunks_exact_mut(8) {

@@ -1,13 +1,12 @@
-//! Slots for blobs: which slab gives the next one, when a slab is taken into use, when its memory is returned.
+//! Slots for blobs: chooses the slab for the next one, takes slabs into use, and returns their memory.
 //!
-//! Before: `ram` knows the size of a blob. After: `slab` holds the slot; the budget is charged; a slab whose last slot
-//! was freed is punched out of the arena.
-//! Threads: any. Processes share only the arena; the hints and queues here are this process's own and may be
-//! incomplete, which costs memory for a while and never correctness. When a process or its use of the arena ends, that
-//! changes nothing in the arena: the next one may have it by then, and `recover` finds emptied slabs. Quick path: no
-//! lock. Slow path (a slab becomes full, or no longer is): a lock of this process, per size class, never held during a
-//! system call.
-//! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
+//! Before: `ram` knows the size of a blob. After: `slab` holds the slot, the budget is charged, and a slab whose last
+//! slot was freed is punched out of the arena.
+//! Threads: any. Processes share only the arena. The hints and queues belong to this process and may be incomplete,
+//! which may waste memory for a while but is never incorrect. A process that stops using the arena changes nothing in
+//! it, since its successor may already use it; `recover` finds emptied slabs. Fast path: no lock. Slow path (a slab
+//! becomes full, or no longer is): one lock of this process per size class, never held during a system call.
+//! Promise: each slab that is not FREE is charged exactly once; nothing is charged if the budget refuses.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -23,40 +22,37 @@ use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
 
-/// A slab and a slot in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
     pub(crate) slab: u32,
     pub(crate) slot: usize,
 }
 
-/// A slot that was just taken.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allocated {
     pub(crate) place: Place,
     pub(crate) generation: u32,
 }
 
-/// One process's allocator over an arena.
+/// The allocator of one process over an arena.
 #[derive(Debug)]
 pub(crate) struct Allocator {
     arena: Arena,
-    /// What this process is charged for the arena.
     account: Account,
     /// Per class, the slab to try first.
     hints: Vec<AtomicU32>,
-    /// Per class, slabs that were full and have free slots again. May contain slabs that have changed since.
+    /// Per class, slabs that were full and got free slots. They may have changed since.
     with_room: Vec<Mutex<Vec<u32>>>,
-    /// Slabs known to be FREE. May be incomplete: another process frees slabs too.
+    /// Slabs known to be FREE. Another process may free more.
     free: Mutex<Vec<u32>>,
-    /// RETIRING slabs that `settle` is to punch, and how many may wait for it when the budget is short; 0 if all are
-    /// punched at once.
+    /// RETIRING slabs that the next `settle` punches. At most `to_punch_max` wait if the budget is short; if it is 0,
+    /// each slab is punched at once.
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
     punch_failures: AtomicU64,
 }
 
-/// The runs of neighbours among these numbers, which are in order.
+/// The runs of consecutive numbers in a sorted slice.
 fn runs(numbers: &[u32]) -> impl Iterator<Item = Range<u32>> {
     numbers.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u32)
 }
@@ -66,13 +62,13 @@ fn runs(numbers: &[u32]) -> impl Iterator<Item = Range<u32>> {
 #[error("Validating a store: {0}")]
 pub struct Inconsistent(pub String);
 
-/// A panic elsewhere cannot leave these plain lists half changed, so a poisoned lock is usable.
+/// No panic can leave these lists half changed, so a poisoned lock is usable.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Allocator {
-    /// Begin with the contents of the arena. They are charged, above the limit if need be.
+    /// Begins with the contents of the arena, which are charged even above the limit.
     pub(crate) fn new(arena: Arena, budget: Arc<Budget>, to_punch_max: usize) -> Self {
         let capacities = arena.shape().capacities;
         let allocator = Self {
@@ -107,7 +103,7 @@ impl Allocator {
         self.arena.shape().charge_bytes as i64
     }
 
-    /// Is the budget nearly used up, by any store, apart from the part that this store must leave to others?
+    /// Whether little is left of the budget, apart from what is reserved for other stores.
     pub(crate) fn is_short(&self) -> bool {
         crate::is_short(self.account.budget().used().0, self.account.most(self.slab_charge()).0)
     }
@@ -116,12 +112,12 @@ impl Allocator {
         self.account.budget().limit()
     }
 
-    /// Slabs that could not be punched; they stay charged until `recover`.
+    /// Slabs that the kernel did not punch; they stay charged until `recover`.
     pub(crate) fn punch_failures(&self) -> u64 {
         self.punch_failures.load(Ordering::Relaxed)
     }
 
-    /// Fill hints and queues from the slab table.
+    /// Fills hints and queues from the slab table.
     fn learn(&self) {
         let mut free = lock(&self.free);
         free.clear();
@@ -141,19 +137,19 @@ impl Allocator {
                 _ => {}
             }
         }
-        // Low numbers first: the table then stays dense.
+        // Low numbers are used first, so that the table stays dense.
         free.reverse();
     }
 
-    /// Make the charge equal to the real contents of the arena: another process may have taken or freed slabs. A slab
-    /// that this process is moving at this moment may be counted wrongly until the next call.
+    /// Sets the charge to the real contents of the arena, because another process may have taken or freed slabs. A slab
+    /// whose phase this process is just changing may be miscounted until the next call.
     pub(crate) fn resync(&self) -> u32 {
         let held = self.arena.held();
         self.account.set(i64::from(held) * self.slab_charge());
         held
     }
 
-    /// A slot of this class; `None` if there is none and no budget for more.
+    /// A slot of this class; `None` if the class has none and the budget no slab.
     pub(crate) fn alloc(&self, class: usize) -> Option<Allocated> {
         let hint = self.hints[class].load(Ordering::Relaxed);
         if let Some(allocated) = self.take_from(hint, class) {
@@ -165,7 +161,8 @@ impl Allocator {
             return None;
         };
         if new_slab {
-            // The slab is charged already. Other threads may use it now; it cannot be retired, because we hold a slot.
+            // The slab is charged already, and other threads may use it from now on. The slot that we hold keeps it
+            // from being retired.
             self.arena.populate(allocated.place.slab);
         }
         Some(allocated)
@@ -185,8 +182,8 @@ impl Allocator {
         }
     }
 
-    /// Find another slab for the class: one with a free slot, else a free slab (then the second value is true). The
-    /// class's lock is held, so that two threads do not each bring in a slab and lose the other.
+    /// Finds another slab for the class: one with a free slot, else a free slab (then the second value is true). Holds
+    /// the class's lock, so that of two threads that take a free slab, neither overwrites the other's hint.
     fn alloc_slowly(&self, class: usize) -> Option<(Allocated, bool)> {
         let mut with_room = lock(&self.with_room[class]);
         let hint = self.hints[class].load(Ordering::Relaxed);
@@ -204,16 +201,16 @@ impl Allocator {
         Self::allocated(number, self.arena.slab(number).claim(class)).map(|allocated| (allocated, true))
     }
 
-    /// Take a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
+    /// Takes a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
     fn activate(&self, class: usize) -> Option<u32> {
         let charge = self.slab_charge();
-        // A slab that still waits to be punched is reused without that, if the budget would grant another one.
+        // A slab that waits for its punch is reused unpunched, if the budget would allow another one.
         let emptied = lock(&self.to_punch).pop_back().filter(|number| self.is_in(*number, Phase::Retiring));
         if let Some(number) = emptied {
             self.account.adjust(-charge);
             if !self.account.try_charge(charge) {
                 self.account.adjust(charge);
-                // `alloc` punches it when the lock that is held here is free.
+                // `alloc` punches it after the release of the class's lock.
                 lock(&self.to_punch).push_back(number);
                 return None;
             }
@@ -247,7 +244,7 @@ impl Allocator {
                 return Some(number);
             }
         }
-        // Every number was used once. Another process may have freed some without our knowledge.
+        // Each slab was used once. Another process may have freed some since.
         for number in 0..self.arena.slabs() {
             if self.is_free(number) {
                 free.push(number);
@@ -269,10 +266,9 @@ impl Allocator {
         self.arena.slab(number).state().is_some_and(|state| state.phase == phase)
     }
 
-    /// The slab of a taken place, with its class; `None` if the place is not a taken slot of an active slab.
+    /// The slab of a taken place, and its class; `None` if the place is not a taken slot of an active slab.
     pub(crate) fn occupied(&self, place: Place) -> Option<(Slab<'_>, usize)> {
-        // A range check is not enough: reading the entry of a slab that was never used would make a page of the table
-        // present.
+        // Not `slabs()`: to read the entry of a slab that was never used would allocate a page of the table.
         if place.slab >= self.arena.fresh() {
             return None;
         }
@@ -281,7 +277,7 @@ impl Allocator {
         (place.slot < self.capacity(state.class) && slab.is_set(place.slot)).then_some((slab, state.class))
     }
 
-    /// Give a slot back; true for the one caller that did.
+    /// Frees a slot; returns true for the one caller that did.
     pub(crate) fn free(&self, place: Place) -> bool {
         let slab = self.arena.slab(place.slab);
         if !slab.clear(place.slot) {
@@ -291,7 +287,8 @@ impl Allocator {
             Released::StillUsed | Released::Damaged => {}
             Released::NoLongerFull { class } => {
                 let mut with_room = lock(&self.with_room[class]);
-                // The hint's slots are found without that list, which would get it again each time it was full.
+                // The hint's free slots are found without this list, which would gain an entry each time the slab was
+                // full.
                 if self.hints[class].load(Ordering::Relaxed) != place.slab {
                     with_room.push(place.slab);
                 }
@@ -301,7 +298,7 @@ impl Allocator {
         true
     }
 
-    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and others do not need the budget.
+    /// Leaves a RETIRING slab to the next `settle`; punches the oldest one now if too many wait.
     fn put_off(&self, number: u32) {
         let most = if self.to_punch_max == 0 || self.is_short() { self.to_punch_max } else { usize::MAX };
         let surplus = {
@@ -314,7 +311,7 @@ impl Allocator {
         }
     }
 
-    /// Punch emptied slabs that were put off, except the last `keep`: unpunched ones are quicker to reuse.
+    /// Punches the slabs that wait, except the last `keep`: a slab is quicker to reuse unpunched.
     pub(crate) fn settle(&self, keep: usize) {
         let mut emptied: Vec<u32> = {
             let mut to_punch = lock(&self.to_punch);
@@ -331,8 +328,8 @@ impl Allocator {
         }
     }
 
-    /// Punch those slabs of a run that are RETIRING, and make them FREE. If the kernel refuses, they stay as they are,
-    /// and charged. A slab that is not: another opening of the arena has swept it.
+    /// Punches those slabs of a run that are RETIRING, and makes them FREE. Others were swept through another mapping
+    /// of the arena. If the kernel refuses, they stay RETIRING and charged.
     fn retire(&self, run: Range<u32>) {
         let numbers: Vec<u32> = run.filter(|number| self.is_in(*number, Phase::Retiring)).collect();
         for run in runs(&numbers) {
@@ -351,9 +348,9 @@ impl Allocator {
         lock(&self.free).push(number);
     }
 
-    /// Mark and sweep: keep the slots that `live` names, free the others, make every count agree. No other thread or
-    /// process may use the arena meanwhile. The slabs that it empties are punched at once, or (`later`) by the next
-    /// `settle`, when others use the arena again.
+    /// Mark and sweep: keeps the slots that `live` names, frees the others, and corrects all counts. No other thread or
+    /// process may use the arena during this call. Slabs that it empties are punched at once, or with `later` by the
+    /// next `settle`, when others may use the arena again.
     pub(crate) fn recover(&self, live: impl Iterator<Item = Place>, later: bool) -> Recovered {
         let mut report = Recovered::default();
         let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());
@@ -376,7 +373,7 @@ impl Allocator {
                 continue;
             }
             report.freed_slabs += u64::from(!free_before);
-            // A FREE slab is punched too: a late reader may have made one of its pages present.
+            // A FREE slab is punched too: a late read may have allocated one of its pages.
             if later && !free_before { emptied.push(number) } else { punched.push(number) }
         }
         for run in runs(&punched) {
@@ -396,7 +393,7 @@ impl Allocator {
         report
     }
 
-    /// Check the slab table while it is not used. Returns the number of slots taken.
+    /// Checks the slab table, which nobody may use. Returns the number of taken slots.
     pub(crate) fn validate(&self) -> Result<u64, Inconsistent> {
         let (mut held, mut taken) = (0, 0);
         for number in 0..self.arena.fresh() {

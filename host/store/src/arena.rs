@@ -1,17 +1,17 @@
-//! The arena: one sparse shared-memory file that contains the whole state of a store. `ballast_handover::arena` defines
-//! its layout.
+//! The arena: one sparse shared-memory file with the whole state of a store. `ballast_handover::arena` defines its
+//! layout.
 //!
 //! Before: a store is created or opened. After: `slab` reads the table entries, `alloc` hands out slots; `ram` copies
-//! blobs in and out, `file` the headers of blocks that are on a disk.
-//! Threads: any, in any number of processes; every word of the header and the table is an atomic.
-//! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
-//! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted. Offsets come
-//! from the checked size of the mapping, never from its content. If memory of a page fails, the page becomes what costs
-//! least: blobs become zeros, which no handle fits; entries of the table become bits that mean nothing, so that no slab
-//! of them is handed out or emptied before the next `recover`; the header is written again.
+//! blobs in and out, and `file` the headers of blocks on a disk.
+//! Threads: any, in any number of processes; each word of the header and the table is an atomic. Units: offsets are
+//! bytes from the start of the file; a table entry is 128 bytes, the shape has the size of a slab.
+//! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted: offsets come
+//! from the checked size of the mapping, never from its content. After a memory error, the lost page is replaced by
+//! what costs least: blobs by zeros, which match no handle; table entries by words without meaning, so that none of
+//! their slabs is handed out or emptied before the next `recover`; the header is written again.
 //!
-//! `ballast_base::format` has the rule of which versions read which: zero in a reserved word has no meaning. A lost
-//! header is written again as this program's own, without the reserved words of a newer one.
+//! `ballast_base::format` says which versions read which: zero in a reserved word has no meaning. A lost header is
+//! written again as this program's own, without the reserved words of a newer one.
 
 use std::io;
 use std::ops::Range;
@@ -25,45 +25,44 @@ use ballast_handover::arena::{
     self, ENTRY_BYTES, ENTRY_WORDS, HEADER_WORDS, Layout, MEMBERS, MEMBERS_START, OWN_WORDS, OWN_WORDS_START,
     SHARD_WORDS, SHARDS, SHARDS_START, TABLE_START, WORD_FRESH, WORD_HELD, WORD_LAYOUT,
 };
-use ballast_sys::direct::DirectFile;
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
+use ballast_sys::slow_fd::SlowFd;
 use ballast_sys::{Mapping, memfd};
 
 use crate::slab::{CAPACITIES, SLAB_BYTES, Slab};
 
-/// The properties that tell one kind of arena from another.
+/// One kind of arena.
 #[derive(Debug)]
 pub(crate) struct Shape {
     pub(crate) layout: &'static Layout,
-    /// Bytes charged to the budget for a slab: its own, or those of the area on a disk that it describes.
+    /// Bytes charged to the budget per slab: its own, or those of the area on a disk that it describes.
     pub(crate) charge_bytes: u64,
-    /// Slots in a slab, for each class.
+    /// Slots per slab, for each class.
     pub(crate) capacities: &'static [usize],
 }
 
-/// The RAM store's arena: the slabs hold the blobs.
+/// The arena of a RAM store, with the blobs in the slabs.
 pub(crate) static RAM: Shape = Shape { layout: &arena::RAM, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
-/// A group's arena: the same with members.
+/// The arena of a group: a RAM store's, with members.
 pub(crate) static GROUP: Shape =
     Shape { layout: &arena::GROUP, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
-/// A mapped arena.
 #[derive(Debug)]
 pub(crate) struct Arena {
     map: Surviving,
     fd: Arc<OwnedFd>,
-    /// The parts of the header that matter, should its page be lost.
+    /// The header, for the case that its page is lost.
     header_copy: Arc<PageCopy>,
-    /// The header was lost when the arena was opened.
+    /// The header was lost when the arena was opened, and this is not reported yet.
     header_was_lost: AtomicBool,
     slabs: u32,
     shape: &'static Shape,
-    /// A file with `charge_bytes` for each slab, which are punched with it.
-    disk: Option<Arc<DirectFile>>,
+    /// A file with `charge_bytes` per slab, which is punched with the slab.
+    disk: Option<Arc<SlowFd>>,
 }
 
-/// A number that is mostly different in different threads.
+/// Threads mostly have different shards.
 fn shard_of_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
@@ -71,14 +70,13 @@ fn shard_of_thread() -> usize {
 }
 
 impl Arena {
-    /// Make an empty arena of `slabs` slabs.
+    /// Makes an empty arena.
     pub(crate) fn create(shape: &'static Shape, slabs: u32) -> io::Result<Self> {
         let fd = arena::create()?;
         arena::format(shape.layout, &fd, slabs)?;
         Self::open(shape, fd)
     }
 
-    /// Map the file of an arena of `slabs` slabs.
     fn map(shape: &'static Shape, fd: Arc<OwnedFd>, slabs: u32) -> io::Result<Self> {
         let header_copy = Arc::new(PageCopy::default());
         let layout = shape.layout;
@@ -93,7 +91,7 @@ impl Arena {
         Ok(Self { map, fd, header_copy, header_was_lost: AtomicBool::new(false), slabs, shape, disk: None })
     }
 
-    /// Map an arena that exists, after checking that it is one.
+    /// Maps an existing arena, after a check that it is one.
     pub(crate) fn open(shape: &'static Shape, fd: OwnedFd) -> io::Result<Self> {
         let fd = Arc::new(fd);
         let head = arena::read(shape.layout, &fd)?;
@@ -108,12 +106,12 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Pages that were lost since it was mapped, and then replaced.
+    /// Pages lost to memory errors since the mapping, and replaced.
     pub(crate) fn lost(&self) -> u64 {
         self.map.lost() + u64::from(self.header_was_lost.load(Ordering::Acquire))
     }
 
-    /// Losses that were not reported yet, in words; and whether `recover` is needed for them.
+    /// Texts of the losses that were not reported yet; and whether they need a `recover`.
     pub(crate) fn losses(&self) -> (Vec<String>, bool) {
         let Losses { offsets, pages } = self.map.losses();
         let header = self.header_was_lost.swap(false, Ordering::AcqRel).then_some(0);
@@ -126,9 +124,9 @@ impl Arena {
                 offset if offset < table => "the header".into(),
                 offset if offset < slabs => {
                     let first = (offset - table) / ENTRY_BYTES as u64;
-                    format!("where the pages of slabs {first} to {} are", first + (PAGE_SIZE / ENTRY_BYTES) as u64 - 1)
+                    format!("the table entries of slabs {first} to {}", first + (PAGE_SIZE / ENTRY_BYTES) as u64 - 1)
                 }
-                offset => format!("what of slab {} was there", (offset - slabs) / self.shape.layout.slab_bytes as u64),
+                offset => format!("a part of slab {}", (offset - slabs) / self.shape.layout.slab_bytes as u64),
             };
             format!("4096 bytes at {offset:#x} of the {name}: {lost}")
         };
@@ -141,12 +139,12 @@ impl Arena {
         (said, is_damaged)
     }
 
-    /// From now on, punch a slab's part of this file with the slab.
-    pub(crate) fn on_disk(self, disk: Arc<DirectFile>) -> Self {
+    /// From now on, the part of this file that belongs to a slab is punched with it.
+    pub(crate) fn on_disk(self, disk: Arc<SlowFd>) -> Self {
         Self { disk: Some(disk), ..self }
     }
 
-    /// This program writes to it from now on: record that in the header.
+    /// Records in the header that this program writes to it from now on.
     pub(crate) fn raise_stamp(&self) {
         let stamp = self.shape.layout.format.raise(Stamp::from_word(self.header(WORD_LAYOUT).load(Ordering::Acquire)));
         self.header(WORD_LAYOUT).store(stamp.to_word(), Ordering::Release);
@@ -162,13 +160,10 @@ impl Arena {
         self.fd.as_fd().try_clone_to_owned()
     }
 
-    /// How many slabs the arena can hold.
     pub(crate) fn slabs(&self) -> u32 {
         self.slabs
     }
 
-    /// The table entry of a slab.
-    ///
     /// # Panics
     /// If there is no such slab.
     pub(crate) fn slab(&self, slab: u32) -> Slab<'_> {
@@ -176,13 +171,11 @@ impl Arena {
         Slab::new(self.map.words(TABLE_START + slab as usize * ENTRY_BYTES, ENTRY_WORDS), self.shape.capacities)
     }
 
-    /// Where byte `within` of a slab is in the mapping.
+    /// Offset of byte `within` of a slab in the mapping.
     fn offset(&self, slab: u32, within: usize) -> usize {
         self.shape.layout.slabs_start(self.slabs) + slab as usize * self.shape.layout.slab_bytes + within
     }
 
-    /// Copy bytes out of a slab.
-    ///
     /// # Panics
     /// If the range is not inside the slab.
     pub(crate) fn copy_out(&self, slab: u32, within: usize, out: &mut [u8]) {
@@ -194,8 +187,6 @@ impl Arena {
         self.map.copy_out(self.offset(slab, within), out);
     }
 
-    /// Copy bytes into a slab.
-    ///
     /// # Panics
     /// If the range is not inside the slab.
     pub(crate) fn copy_in(&self, slab: u32, within: usize, bytes: &[u8]) {
@@ -207,9 +198,9 @@ impl Arena {
         self.map.copy_in(self.offset(slab, within), bytes);
     }
 
-    /// Prepare the memory of a slab before it is used, and its part of the disk: one call costs 0.4 us a page less than
-    /// 16 first touches, and an allocated block on disk is written in half the time (60 us, not 120). It matters for
-    /// speed only: if the kernel declines now (no memory, no space), the use of the slab reports it.
+    /// Allocates the memory of a slab, and its part of the disk, before use. One call costs 0.4 us a page less than 16
+    /// minor faults, and an allocated block of a disk is written in half the time (60 us, not 120). If the kernel
+    /// declines (no memory, no space), the later use reports it.
     pub(crate) fn populate(&self, slab: u32) {
         if let Some(disk) = &self.disk {
             let _ = memfd::allocate(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes);
@@ -217,14 +208,14 @@ impl Arena {
         let _ = self.map.populate(self.offset(slab, 0), self.shape.layout.slab_bytes);
     }
 
-    /// Unmap runs of slabs from this process. A punch would do it as well, but interrupt the other CPUs for each run.
-    /// It matters for speed only: if the kernel declines, the punch does it.
+    /// Unmaps runs of slabs from this process in one call, and so in one TLB flush; each punch would need its own. If
+    /// the kernel declines, the punch unmaps them.
     pub(crate) fn unmap(&self, runs: &[Range<u32>]) {
         let in_bytes = |run: &Range<u32>| (self.offset(run.start, 0), run.len() * self.shape.layout.slab_bytes);
         let _ = self.map.zap_all(&runs.iter().map(in_bytes).collect::<Vec<_>>());
     }
 
-    /// Return the memory of a run of slabs to the host; it reads as zeros afterwards.
+    /// Returns the memory of a run of slabs to the host; it then reads as zeros.
     pub(crate) fn punch(&self, run: &Range<u32>) -> io::Result<()> {
         let slabs = run.len() as u64;
         if let Some(disk) = &self.disk {
@@ -238,7 +229,7 @@ impl Arena {
         self.header(WORD_FRESH).load(Ordering::Acquire).min(self.slabs.into()) as u32
     }
 
-    /// Set the number of slabs ever used to what the table's memory shows. For `recover`, so that it finds every slab
+    /// Sets the number of slabs ever used from the table's allocated memory, for `recover`: it then finds each slab,
     /// even if the header word was damaged.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
         let fresh = arena::touched_slabs(&self.fd, self.slabs)?;
@@ -247,7 +238,7 @@ impl Arena {
         Ok(fresh)
     }
 
-    /// A slab number that was never used; `None` when there is none left.
+    /// A slab that was never used; `None` if each was.
     pub(crate) fn take_fresh(&self) -> Option<u32> {
         let limit = u64::from(self.slabs);
         let one_more = |fresh| (fresh < limit).then_some(fresh + 1);
@@ -256,43 +247,41 @@ impl Arena {
         Some(fresh as u32)
     }
 
-    /// Slabs that are not FREE, over all processes.
+    /// Slabs that are not FREE, as counted by all processes.
     pub(crate) fn held(&self) -> u32 {
-        // After the loss of the header it may be too small, and wrap, until `recover` counts again.
+        // After the loss of the header, the word may be too small and wrap, until `recover` counts again.
         let held = self.header(WORD_HELD).load(Ordering::Acquire);
         if held > u64::from(self.slabs) { 0 } else { held as u32 }
     }
 
-    /// One more slab is held.
     pub(crate) fn held_add(&self) {
         let held = self.header(WORD_HELD).fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         self.header_copy.words()[WORD_HELD].store(held, Ordering::Release);
     }
 
-    /// One slab fewer is held.
     pub(crate) fn held_sub(&self) {
         let held = self.header(WORD_HELD).fetch_sub(1, Ordering::AcqRel).wrapping_sub(1);
         self.header_copy.words()[WORD_HELD].store(held, Ordering::Release);
     }
 
-    /// Set the number of held slabs; for `recover`.
+    /// For `recover`.
     pub(crate) fn held_set(&self, held: u32) {
         self.header(WORD_HELD).store(held.into(), Ordering::Release);
         self.header_copy.words()[WORD_HELD].store(held.into(), Ordering::Release);
     }
 
-    /// Header words with a meaning of the store's; 0 in a new arena.
+    /// Header words that belong to the kind of store; 0 in a new arena.
     pub(crate) fn own_words(&self) -> &[AtomicU64] {
         self.map.words(OWN_WORDS_START * 8, OWN_WORDS)
     }
 
-    /// Change one of them, other than by counting.
+    /// Sets one of them, also in the copy.
     pub(crate) fn set_own_word(&self, word: usize, value: u64) {
         self.own_words()[word].store(value, Ordering::Release);
         self.header_copy.words()[OWN_WORDS_START + word].store(value, Ordering::Release);
     }
 
-    /// The words of the members of the group.
+    /// The members of the group, one word each.
     pub(crate) fn members(&self) -> &[AtomicU64] {
         self.map.words(MEMBERS_START, MEMBERS)
     }
@@ -301,7 +290,7 @@ impl Arena {
         &self.header_copy.words()[MEMBERS_START / 8 + at]
     }
 
-    /// Change a member's word from exactly `from`; false if it was something else.
+    /// Changes a member's word from exactly `from`; false if it was another.
     pub(crate) fn set_member(&self, at: usize, from: u64, to: u64) -> bool {
         let set = self.members()[at].compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if set {
@@ -310,7 +299,7 @@ impl Arena {
         set
     }
 
-    /// Was its header lost when it was opened, and is that not reported yet?
+    /// Whether the header was lost when it was opened, and this is not reported yet.
     pub(crate) fn header_was_lost(&self) -> bool {
         self.header_was_lost.load(Ordering::Acquire)
     }
@@ -320,25 +309,24 @@ impl Arena {
         self.map.words(SHARDS_START + shard % SHARDS * SHARD_WORDS * 8, SHARD_WORDS)
     }
 
-    /// Add to a counter (0 to 7).
+    /// `counter`: 0 to 7.
     pub(crate) fn count(&self, counter: usize, by: u64) {
         self.shard(shard_of_thread())[counter].fetch_add(by, Ordering::Relaxed);
     }
 
-    /// Take one from a counter.
     pub(crate) fn uncount(&self, counter: usize) {
         self.shard(shard_of_thread())[counter].fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A counter over all shards. One thread adds in its shard what another subtracts in its own, so single shards wrap
-    /// around and only the sum has a meaning. A sum below zero (a handle freed that was never given out) reads as 0.
+    /// Sum of a counter over all shards. One thread may add in its shard what another subtracts in its own, so a single
+    /// shard may wrap. A sum below zero (a handle was freed that was never returned by `put`) reads as 0.
     pub(crate) fn sum(&self, counter: usize) -> u64 {
         let sum =
             (0..SHARDS).fold(0u64, |sum, shard| sum.wrapping_add(self.shard(shard)[counter].load(Ordering::Relaxed)));
         if sum > i64::MAX as u64 { 0 } else { sum }
     }
 
-    /// Set a counter; for `recover`.
+    /// For `recover`.
     pub(crate) fn set_counter(&self, counter: usize, value: u64) {
         for shard in 0..SHARDS {
             self.shard(shard)[counter].store(if shard == 0 { value } else { 0 }, Ordering::Relaxed);

@@ -1,9 +1,9 @@
 //! A page as bytes that can leave the host: header and compressed payload, for stores on other machines.
 //!
-//! Before: such a store has a page to send, or bytes that it received. After: it has the bytes, or the page.
+//! Before: a store on another machine has a page to send, or received bytes. After: it has the bytes, or the page.
 //! Threads: any. Units: a blob is at most [`BLOB_MAX`] bytes.
-//! Promise: [`open`] accepts any bytes at all, and returns true only if they are the page that was sealed under that
-//! key *and* handle: an older copy of the same page is refused like a damaged one.
+//! Promise: [`open`] accepts any bytes, and returns true only if they are the page that was sealed under that key *and*
+//! handle. An older copy of a page is refused like a damaged one.
 
 use ballast_base::PAGE_SIZE;
 use ballast_base::wire::VmId;
@@ -11,17 +11,17 @@ use ballast_base::wire::VmId;
 use crate::codec::{self, BlobHeader, Codec, HEADER_BYTES};
 use crate::{Handle, PageBytes, PageKey, RegionKey};
 
-/// The largest blob.
+/// Bytes of the largest blob.
 pub const BLOB_MAX: usize = HEADER_BYTES + PAGE_SIZE;
 
-/// The checksum's seed includes the handle, as part of the VM's id, which is 128 random bits.
+/// Mixes the handle into the VM's id, which is 128 random bits, so that the checksum's seed includes the handle.
 fn sealed_as(key: PageKey, handle: Handle) -> PageKey {
     let VmId(mut id) = key.region.vm;
     id.iter_mut().zip(handle.bits().to_le_bytes()).for_each(|(id, bits)| *id ^= bits);
     RegionKey { vm: VmId(id), ..key.region }.page(key.page)
 }
 
-/// Append the blob of a page.
+/// Appends the blob of a page.
 pub fn seal(key: PageKey, handle: Handle, bytes: &PageBytes, codec: Codec, blob: &mut Vec<u8>) {
     codec::seal(sealed_as(key, handle), bytes, codec::fill_pattern(bytes), codec, |header, payload| {
         blob.extend_from_slice(&header.to_bytes());
@@ -29,9 +29,9 @@ pub fn seal(key: PageKey, handle: Handle, bytes: &PageBytes, codec: Codec, blob:
     });
 }
 
-/// Append the blob of a page that another store of this crate has in the form `kept`, checked together with the bytes
-/// ([`Store::get_blob`](crate::Store::get_blob)). The payload stays as it is, and the checksum becomes that of this key
-/// and handle. A page without such a form is compressed.
+/// Appends the blob of a page, of which another store of this crate has the blob `kept`, read together with `bytes`
+/// ([`NearStore::get_blob`](crate::NearStore::get_blob)). The payload is copied, and the checksum becomes that of this
+/// key and handle. With an empty `kept`, the page is compressed.
 pub fn reseal(key: PageKey, handle: Handle, bytes: &PageBytes, kept: &[u8], codec: Codec, blob: &mut Vec<u8>) {
     let Some((kept, payload)) = kept.split_first_chunk() else { return seal(key, handle, bytes, codec, blob) };
     let encoding = BlobHeader::from_bytes(*kept).encoding;
@@ -40,7 +40,7 @@ pub fn reseal(key: PageKey, handle: Handle, bytes: &PageBytes, kept: &[u8], code
     blob.extend_from_slice(payload);
 }
 
-/// Restore the page. The contents of `out` are unspecified if this returns false.
+/// Restores the page. If this returns false, the contents of `out` are unspecified.
 pub fn open(key: PageKey, handle: Handle, blob: &[u8], out: &mut PageBytes) -> bool {
     let Some((header, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
     let header = BlobHeader::from_bytes(*header);
@@ -63,7 +63,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_page_comes_back_under_its_own_key_and_handle_and_no_other(seed: u64, bits in 1..Handle::MAX, zstd: bool) {
+        fn a_page_is_restored_only_under_its_own_key_and_handle(seed: u64, bits in 1..Handle::MAX, zstd: bool) {
             let (page, mut blob, mut out) = (pages::mixed(seed), Vec::new(), [0; PAGE_SIZE]);
             let codec = if zstd { Codec::Zstd { level: 1 } } else { Codec::Lz4 };
             seal(KEY, handle(bits), &page, codec, &mut blob);
@@ -75,7 +75,7 @@ mod tests {
         }
 
         #[test]
-        fn a_page_from_another_store_keeps_its_payload_and_opens_under_its_new_key_and_handle_alone(
+        fn a_resealed_page_keeps_its_payload_and_opens_only_under_its_new_key_and_handle(
             seed: u64, bits in 1..Handle::MAX, zstd: bool
         ) {
             let (page, mut out) = (pages::mixed(seed), [0; PAGE_SIZE]);
@@ -96,7 +96,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_can_be_opened_and_are_refused(mut blob: Vec<u8>, encoding in 0u8..6) {
+        fn any_bytes_may_be_opened_and_are_refused(mut blob: Vec<u8>, encoding in 0u8..6) {
             blob.get_mut(14).into_iter().for_each(|byte| *byte = encoding);
             prop_assert!(!open(KEY, handle(1), &blob, &mut [0; PAGE_SIZE]));
         }

@@ -1,10 +1,9 @@
 //! Encodes a page into a blob and decodes it: same-filled detection, checksum, compression.
 //!
-//! Before: `ram` has a page to keep, or the copy of a blob to read. After: `ram` finds a slot for header and payload,
-//! or has the page again.
-//! Threads: any; each thread keeps its own scratch buffers, so no page costs an allocation.
-//! Units: lengths are bytes; a page is 4096 of them.
-//! Promise: `open` accepts any bytes and returns true only if they are the page that was sealed under that key.
+//! Before: `ram` has a page to store, or a copy of a blob. After: it has header and payload, or the page.
+//! Threads: any; each thread has its own buffers, so that no page costs an allocation. Units: lengths are bytes; a page
+//! has 4096.
+//! Promise: `open` accepts any bytes, and returns true only if they are the page that was sealed under that key.
 
 use std::cell::RefCell;
 
@@ -14,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::slab::{CLASS_BYTES, CLASSES};
 use crate::{PageBytes, PageKey, lz4, unlz4};
 
-/// How pages are compressed. Stored pages stay readable when this changes.
+/// Compression of new pages. Pages stored before stay readable after a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Codec {
     /// LZ4 blocks: the fastest.
@@ -27,11 +26,11 @@ pub enum Codec {
     },
 }
 
-/// How one payload is written.
+/// The encoding of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Encoding {
-    /// The page itself.
+    /// The page, uncompressed.
     Raw = 1,
     /// One LZ4 block without a frame.
     Lz4 = 2,
@@ -41,12 +40,11 @@ pub(crate) enum Encoding {
     Fill64 = 4,
 }
 
-/// Bytes of a blob header.
 pub(crate) const HEADER_BYTES: usize = 16;
 const _: () = assert!(CLASS_BYTES[CLASSES - 1] == HEADER_BYTES + PAGE_SIZE);
 
-/// A compressed payload longer than this (87 % of a page) needs the same slot as the raw page, so the raw page is
-/// stored: it is faster to read.
+/// A compressed payload longer than this (87 % of a page) would need the slot of a raw page. So the page is stored raw,
+/// which is faster to read.
 const COMPRESSED_MAX: usize = CLASS_BYTES[CLASSES - 2] - HEADER_BYTES;
 
 /// The header of every payload. In memory: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1),
@@ -55,13 +53,13 @@ const COMPRESSED_MAX: usize = CLASS_BYTES[CLASSES - 2] - HEADER_BYTES;
 pub(crate) struct BlobHeader {
     /// xxh3 of the uncompressed page, seeded with the key.
     pub(crate) checksum: u64,
-    /// A digest of the key alone, so that `free` needs no payload to know whose blob this is.
+    /// A digest of the key, so that `free` can tell whose blob this is without the payload.
     pub(crate) key_check: u32,
     /// Bytes of payload.
     pub(crate) len: u16,
     /// An `Encoding`, once checked.
     pub(crate) encoding: u8,
-    /// Number of this use of the slot; the handle has the same. Never 0.
+    /// Counts the uses of the slot; the handle has it, too. Never 0.
     pub(crate) tag: u8,
 }
 
@@ -95,34 +93,33 @@ pub(crate) fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// The checksum seed of a key: different for any two keys of a VM whose pages are below 2^32 (regions below 16 TiB),
-/// and different between VMs with high probability.
+/// The checksum seed of a key: different for any two keys of a VM with pages below 2^32 (regions below 16 TiB), and
+/// with high probability for different VMs.
 fn seed(key: PageKey) -> u64 {
     let [low, high] = [0, 8].map(|at| u64::from_le_bytes(std::array::from_fn(|byte| key.region.vm.0[at + byte])));
     mix(key.page.0.rotate_left(32) ^ u64::from(key.region.number) ^ mix(low ^ mix(high)))
 }
 
-/// 32 bits that tell keys apart, independent enough of the checksum seed.
+/// 32 bits that tell keys apart, and hardly depend on the checksum's seed.
 pub(crate) fn key_check(key: PageKey) -> u32 {
     mix(seed(key) ^ 0x5bd1_e995_9e37_79b9) as u32
 }
 
-/// The checksum of a page's bytes under a key, as its blob has it.
+/// The checksum of a page under a key, as in its blob.
 pub(crate) fn checksum(key: PageKey, bytes: &PageBytes) -> u64 {
     xxh3_64_with_seed(bytes, seed(key))
 }
 
-/// The 64-bit pattern that the whole page repeats, if it does.
+/// The 64-bit pattern that fills the page, if one does.
 pub(crate) fn fill_pattern(bytes: &PageBytes) -> Option<u64> {
     const WORD: usize = 8;
-    // A page that repeats 8 bytes equals itself moved by 8 bytes. Other pages differ early, so this is quick.
+    // A page that repeats 8 bytes equals itself moved by 8 bytes. Other pages mostly differ within the first bytes.
     if bytes[WORD..] != bytes[..PAGE_SIZE - WORD] {
         return None;
     }
     bytes.first_chunk().map(|first| u64::from_le_bytes(*first))
 }
 
-/// Write the page that repeats `pattern`.
 pub(crate) fn fill(out: &mut PageBytes, pattern: u64) {
     for chunk in out.chunks_exact_mut(8) {
         chunk.copy_from_slice(&pattern.to_le_bytes());
@@ -146,7 +143,7 @@ thread_local! {
 }
 
 impl Scratch {
-    /// Compress into the buffer. `None` if that does not pay, or if there is no memory for the codec.
+    /// Compresses into the buffer. `None` if the result is too long, or the codec gets no memory.
     fn compress(&mut self, codec: Codec, bytes: &PageBytes) -> Option<usize> {
         let len = match codec {
             Codec::Lz4 => lz4::encode(bytes, &mut self.table, &mut self.buffer, COMPRESSED_MAX)?,
@@ -155,7 +152,7 @@ impl Scratch {
                     self.compressor = Some((level, zstd::bulk::Compressor::new(level).ok()?));
                 }
                 let (_, compressor) = self.compressor.as_mut()?;
-                // A target too short for the result ends the work early: such a page is stored raw.
+                // The compressor stops early if the result would not fit: the page is then stored raw.
                 compressor.compress_to_buffer(bytes, &mut self.buffer[..COMPRESSED_MAX]).ok()?
             }
         };
@@ -171,22 +168,22 @@ impl Scratch {
     }
 }
 
-/// The header of a page with this payload, the tag still 0.
+/// The header of a page with this payload; the tag is still 0.
 pub(crate) fn header(key: PageKey, bytes: &PageBytes, encoding: u8, len: usize) -> BlobHeader {
     BlobHeader { checksum: checksum(key, bytes), key_check: key_check(key), len: len as u16, encoding, tag: 0 }
 }
 
-/// The header of a page that is stored raw, the tag still 0.
+/// The header of a page stored raw; the tag is still 0.
 pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
     header(key, bytes, Encoding::Raw as u8, PAGE_SIZE)
 }
 
-/// Is this the page that was stored raw, with that header, under `key`?
+/// Whether this is the page that was stored raw with that header under `key`.
 pub(crate) fn is_raw_page(key: PageKey, header: BlobHeader, bytes: &PageBytes) -> bool {
     header == BlobHeader { tag: header.tag, ..raw_header(key, bytes) }
 }
 
-/// Make the blob of a page and pass header (tag still 0) and payload to `keep`.
+/// Makes the blob of a page, and passes its header (tag still 0) and payload to `keep`.
 pub(crate) fn seal<R>(
     key: PageKey,
     bytes: &PageBytes,
@@ -210,7 +207,7 @@ pub(crate) fn seal<R>(
     })
 }
 
-/// Restore a page from its header and its payload, which `read` copies out of the arena. Returns true if `out` now
+/// Restores a page from its header and its payload, which `read` copies out of the arena. Returns true if `out`
 /// contains the page that was sealed under `key`.
 pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: impl FnOnce(&mut [u8])) -> bool {
     let len = usize::from(header.len);
@@ -225,7 +222,7 @@ pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: 
             fill(out, u64::from_le_bytes(pattern));
             true
         }
-        // The payload is copied before it is decoded: another process may write the arena meanwhile.
+        // The payload is copied before it is decoded, because another process may write to the arena.
         lz4 if lz4 == Encoding::Lz4 as u8 && len <= COMPRESSED_MAX => SCRATCH.with_borrow_mut(|scratch| {
             let payload = &mut scratch.buffer[..len];
             read(payload);
@@ -257,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_page_gets_its_encoding_and_comes_back() {
+    fn each_kind_of_page_gets_its_encoding_and_is_restored() {
         let zstd = Codec::Zstd { level: 1 };
         for (page, codec, expected) in [
             (pages::half_compressible(1), Codec::Lz4, Encoding::Lz4),
@@ -288,7 +285,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_can_be_opened_and_are_refused(header: [u8; 16], seed: u64, encoding in 0u8..6, len in 0u16..4200) {
+        fn any_bytes_may_be_opened_and_are_refused(header: [u8; 16], seed: u64, encoding in 0u8..6, len in 0u16..4200) {
             let mut header = BlobHeader::from_bytes(header);
             (header.encoding, header.len) = (encoding, len);
             let noise = pages::incompressible(seed);

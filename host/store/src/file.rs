@@ -1,25 +1,24 @@
-//! The file store: far pages in a file on a disk, one block each, written and read past the page cache.
+//! The file store: far pages in a file on a disk, one block each, with direct I/O.
 //!
-//! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page has become a handle
-//! and nothing else; any other page is in a block of the file, its checksum in the index.
-//! Threads: any; each has io_urings of its own (see `disk` and `reading`), and so has a read that was begun (`begun`).
-//! Several processes may use one file, as with `RamStore`.
-//! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
-//! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
-//! for the disk.
-//! On a file system that turned read-only the store opens all the same: pages come back and none is put.
+//! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page is only a handle;
+//! any other page is in a block of the file, with its checksum in the index.
+//! Threads: any. Each has its own io_urings (see `disk` and `reading`), and so has each asynchronous read (`begun`).
+//! Several processes may use one file, as with `RamStore`. Units: a block is 4096 bytes, an area 512 blocks. Disk space
+//! is charged and returned in areas: `tidy` punches emptied areas, and so does the next put, except for 16 MiB. A query
+//! of the usage reads counters and never waits for the disk.
 //! Promise: `Stored` means that the device took the bytes. `Found` means the exact bytes that were put under that key
-//! and handle, whatever the disk or the index contain. A page that cannot be read any more is `Corrupt`, never zeros.
+//! and handle, whatever the disk or the index contain. A page that cannot be read is `Corrupt`, never zeros.
 //!
-//! The file has no name and the index is a shared-memory file (an `Arena` whose slabs hold 16 bytes for each block), so
-//! both live exactly as long as a process holds their descriptors. They survive every process, and not the host:
-//! nothing is flushed (`fdatasync`), because a host that restarts has no guests to read the pages.
+//! On a file system that became read-only the store still opens: pages can be read, and none is put.
 //!
-//! The steps of a block, and why a death at any instruction loses nothing: its bit is set (it is taken); its header is
-//! changed to fit no handle; the bytes are written; the header gets checksum, key and tag; only then is there a handle.
-//! Until that handle is written into a word, `recover` finds a block that no word names, and frees it. A write that a
-//! dead process left *with the kernel* may reach the disk after the process's death; `recover` waits for it before it
-//! frees anything.
+//! The file has no name, and the index is a shared-memory file (an `Arena` whose slabs hold 16 bytes for each block),
+//! so both exist as long as a process holds their descriptors. They survive each process, but not the host: nothing is
+//! flushed (`fdatasync`), because after a restart of the host no guest needs the pages.
+//!
+//! The steps of a put, each of which may be the last before a crash: the block's bit is set (it is taken); its header
+//! is changed to match no handle; the bytes are written; the header gets checksum, key and tag; only then does a handle
+//! exist. Until a word has that handle, `recover` finds a block that no word names, and frees it. A write that a dead
+//! process left *in the kernel* may still reach the disk; `recover` waits for it before it frees anything.
 
 mod batch;
 mod begun;
@@ -44,8 +43,9 @@ use ballast_base::format::Format;
 use ballast_base::store::OnReply;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_handover::arena::{MAX_SLABS, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODAY};
-use ballast_sys::direct::{self, DirectFile};
+use ballast_sys::direct;
 use ballast_sys::memfd;
+use ballast_sys::slow_fd::SlowFd;
 
 pub use disk::{has_late_writes, notice_late_writes};
 pub use faults::{DiskFault, DiskFaults};
@@ -67,25 +67,25 @@ use layout::{AREA_BLOCKS, INDEX, spare_block};
 use limits::Limits;
 use reading::{Came, Reading};
 
-/// How to run a file store.
+/// Parameters of a file store.
 #[derive(Clone, Debug)]
 pub struct FileOptions {
-    /// The budget that is charged for the disk space.
+    /// Charged for the disk space.
     pub budget: Arc<Budget>,
-    /// The largest a *new* file may become, rounded up to whole areas of 2 MiB: 2 MiB to 8 TiB. The file is sparse; one
-    /// that exists keeps its own size.
+    /// Largest size of a *new* file, rounded up to areas of 2 MiB: 2 MiB to 8 TiB. The file is sparse. An existing file
+    /// keeps its size.
     pub max_bytes: Bytes,
-    /// Bytes that may be written to the device in a day (UTC), so that it lasts; 0 for no limit.
+    /// Bytes that may be written to the device in a day (UTC), to limit its wear; 0: no limit.
     pub writes_per_day: Bytes,
-    /// How long the device must report errors for a block before its page is given up. A guest's thread waits as long,
-    /// so it is shorter than the 20 s after which a Linux guest complains of a stuck CPU.
+    /// How long the device must report errors of a block before its page is given up. A guest's thread waits that long,
+    /// so it is less than the 20 s after which Linux reports a soft lockup.
     pub unreadable_for: Duration,
-    /// Faults of the disk, on command; for tests.
+    /// Fault injection, for tests.
     pub faults: Option<Arc<DiskFaults>>,
 }
 
 impl FileOptions {
-    /// With this budget, a file of up to its limit, no limit to writes.
+    /// Options with this budget, a file of at most the budget's limit, and no limit of writes per day.
     pub fn new(budget: Arc<Budget>) -> Self {
         let max_bytes = budget.limit();
         Self { budget, max_bytes, writes_per_day: Bytes(0), unreadable_for: Duration::from_secs(10), faults: None }
@@ -95,25 +95,25 @@ impl FileOptions {
 /// Contents and history of a file store, in more detail than [`StoreUsage`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileUsage {
-    /// Same-filled pages held; they occupy nothing.
+    /// Same-filled pages held, which take no space.
     pub same_filled_pages: u64,
     /// Pages held in blocks.
     pub block_pages: u64,
     /// Areas of 2 MiB held.
     pub areas: u64,
-    /// Blocks that the device failed to write or read, and that are not used any more.
+    /// Blocks that the device could not write or read, and that are never used again.
     pub bad_blocks: u64,
     /// Bytes ever written to the device.
     pub written_bytes: u64,
     /// Bytes written today (UTC).
     pub written_today_bytes: u64,
-    /// Areas the kernel refused to punch, counted by this process; they stay charged until `recover`.
+    /// Areas that the kernel did not punch, in this process; they stay charged until `recover`.
     pub punch_failures: u64,
-    /// The reason for the last refusal of a put in this process.
+    /// Why a put was last refused in this process.
     pub last_refusal: Option<Refusal>,
 }
 
-/// A store in a file; the file lives as long as a process holds its descriptor.
+/// A store in a file, which exists as long as a process has its descriptor.
 #[derive(Debug)]
 pub struct FileStore {
     inner: Arc<Inner>,
@@ -128,15 +128,15 @@ impl FileStore {
     /// The layout of the index.
     pub const FORMAT: Format = INDEX.layout.format;
 
-    /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's place (see
-    /// [`direct::place_of`]) and the index: a process that keeps both can `open` the store again.
+    /// Makes an empty store in a file without a name in `dir`. Also returns the descriptors of the file's place (see
+    /// [`direct::place_of`]) and of the index: a process with both can `open` the store.
     ///
     /// # Errors
-    /// `dir` cannot hold such a file (the message says why), io_uring is not available, or `max_bytes` is too large.
+    /// `dir` cannot hold the file (the message says why), io_uring is not available, or `max_bytes` is too large.
     pub fn create(dir: &Path, options: FileOptions) -> io::Result<(Self, OwnedFd, OwnedFd)> {
         let areas = u32::try_from(options.max_bytes.0.div_ceil(AREA_BYTES)).unwrap_or(u32::MAX);
         let index = Arena::create(&INDEX, areas)?;
-        let file = Arc::new(DirectFile::from(direct::create_unnamed(dir, Bytes(file_bytes(areas)))?));
+        let file = Arc::new(SlowFd::from(direct::create_unnamed(dir, Bytes(file_bytes(areas)))?));
         let id = memfd::file_id(&file)?;
         index.set_own_word(WORD_FILE_DEV, id.dev);
         index.set_own_word(WORD_FILE_INO, id.ino);
@@ -148,12 +148,11 @@ impl FileStore {
         Ok((store, direct::place_of(file.as_fd())?, index_fd))
     }
 
-    /// Take over a store. Its contents are charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`DurableStore::recover`] next. This waits for the disk; a descriptor of the file's place is
-    /// enough.
+    /// Opens a store. Its contents are charged to the budget, even above the limit. If the last process that used it
+    /// died, call [`DurableStore::recover`] next. Waits for the disk. `place` may be a descriptor of the file's place.
     ///
     /// # Errors
-    /// This program cannot read the index, or the file is not the one of the index, or it cannot be opened.
+    /// This program cannot read the index, or the file does not belong to it or cannot be opened.
     pub fn open(place: impl AsFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
         let index = Arena::open(&INDEX, index_fd)?;
         let invalid =
@@ -178,14 +177,14 @@ impl FileStore {
         Ok(Self::on(index, Arc::new(file.into()), options, read_only))
     }
 
-    fn on(index: Arena, file: Arc<DirectFile>, options: FileOptions, read_only: bool) -> Self {
+    fn on(index: Arena, file: Arc<SlowFd>, options: FileOptions, read_only: bool) -> Self {
         let allocator = Allocator::new(index.on_disk(Arc::clone(&file)), options.budget, usize::MAX);
         let disk = Disk { file, faults: options.faults, read_only };
         let limits = Limits::new(options.writes_per_day);
         Self { inner: Arc::new(Inner::new(allocator, disk, limits, options.unreadable_for)) }
     }
 
-    /// Write, read and punch a block, so that a file system that cannot do so is noticed now, and not when memory is
+    /// Writes, reads and punches a block, so that a file system that cannot do so is noticed now, not when memory is
     /// short.
     fn try_disk(&self) -> io::Result<()> {
         disk::ready()?;
@@ -210,15 +209,15 @@ impl FileStore {
         self.wait_for_writes()
     }
 
-    /// Is its file system read-only? Then nothing can be put, and no space is returned to the disk.
+    /// Whether its file system is read-only. Then nothing is put, and no space is returned to the disk.
     pub fn is_read_only(&self) -> bool {
         self.inner.disk.read_only
     }
 
-    /// Wait until no write to the file is under way, not even one of a dead process. To punch any block, ext4 and XFS
-    /// wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device slowed
-    /// down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait the
-    /// write overwrote what a successor had written meanwhile.
+    /// Waits until no write to the file is in flight, not even one of a dead process. To punch a block, ext4 and XFS
+    /// wait for all direct I/O on the file; on btrfs no process ends before its I/O. Measured on a device throttled to
+    /// 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait that write
+    /// overwrote what a successor had written.
     ///
     /// # Errors
     /// If the disk fails.
@@ -228,11 +227,10 @@ impl FileStore {
             .map_err(|error| io::Error::new(error.kind(), format!("punching a hole: {error}")))
     }
 
-    /// After an unclean death and [`FileStore::wait_for_writes`]: free blocks that no live handle names, make the
-    /// counts agree. A live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`. Bad
-    /// blocks stay out of use.
+    /// After an unclean death and [`FileStore::wait_for_writes`]: frees blocks that no live handle names, and corrects
+    /// the counts. A live handle without a block is counted; `get` returns `Absent` for it. Bad blocks stay unused.
     ///
-    /// No other thread or process may use the store meanwhile.
+    /// No other thread or process may use the store during this call.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let inner = &self.inner;
         let mut bad = Vec::new();
@@ -261,11 +259,11 @@ impl FileStore {
         report
     }
 
-    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while the store is not used. A late
-    /// write may still be under way: its blocks are taken, and neither live nor bad.
+    /// Checks that area table, bitmaps, counters and charge agree. Nobody may use the store during this call. Late
+    /// writes may be in flight: their blocks are taken, and neither live nor bad.
     ///
     /// # Errors
-    /// The first contradiction found.
+    /// The first contradiction.
     pub fn validate(&self) -> Result<(), Inconsistent> {
         let inner = &self.inner;
         inner.allocator.settle(0);
@@ -281,7 +279,7 @@ impl FileStore {
         }
     }
 
-    /// Contents and history of the store.
+    /// The contents and the history now.
     pub fn usage_detail(&self) -> FileUsage {
         let inner = &self.inner;
         let today = inner.limits.written_today(&inner.allocator.arena().own_words()[WORD_TODAY]);
@@ -297,17 +295,18 @@ impl FileStore {
         }
     }
 
-    /// Pages of the index that memory errors have cost since it was opened. Blocks may be unknown until `recover`.
+    /// Pages of the index that were lost to memory errors since it was opened. `recover` may be needed to find free
+    /// blocks.
     pub fn lost(&self) -> u64 {
         self.inner.allocator.arena().lost()
     }
 
-    /// Losses not yet returned, in words; and whether `recover` is needed for them.
+    /// Texts of the losses not returned before; and whether they need a `recover`.
     pub fn losses(&self) -> (Vec<String>, bool) {
         self.inner.allocator.arena().losses()
     }
 
-    /// Change the limit of bytes written in a day; 0 for none. It holds for the next put.
+    /// Changes the limit of bytes written in a day, from the next put on; 0: no limit.
     pub fn set_writes_per_day(&self, limit: Bytes) {
         self.inner.limits.set_writes_per_day(limit);
     }
@@ -329,7 +328,7 @@ impl Store for FileStore {
             Inner::put_extent(&self.inner, first, pages, &mut outcomes[start..]);
         }
         if self.lost() > lost {
-            // Some of these may be in blocks that were forgotten. `recover` frees them.
+            // The blocks of some may be lost. `recover` frees them.
             outcomes[before..].fill(PutOutcome::Busy);
         }
     }
@@ -346,7 +345,7 @@ impl Store for FileStore {
         outcome[0]
     }
 
-    /// What follows one another is read together.
+    /// Consecutive blocks are read together.
     fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
         let mut outcomes = vec![GetOutcome::Busy; pages.len().min(out.len())];
         let mut done = 0;
@@ -393,7 +392,7 @@ impl SlowStore for FileStore {
         self.inner.begin(key, handle, watch)
     }
 
-    /// A write that no thread waited for: its block is not reused until it is over, and then this process frees it.
+    /// A late write: its block is not reused before its end, and only this process notices that.
     fn must_recover(&self) -> bool {
         self.inner.has_late()
     }

@@ -1,46 +1,46 @@
 //! The group store: keeps equal pages of several VMs once.
 //!
-//! Before: the evict side of a VM that is a member of a group hands over a page. After: its word names a blob that
-//! other words may name as well, of this VM or another; a touch restores a copy of the page's own.
-//! Threads: any; look-ups hold a lock for a moment, and nothing is compressed or compared under a lock.
-//! Units: one object is one page; memory is charged in slabs of 64 KiB, to each member by its shares of the blobs.
+//! Before: the evict side of a member (a VM of a group) hands over a page. After: its word names a blob that other
+//! words, of this VM or another, may name as well; a touch restores a private copy.
+//! Threads: any; look-ups hold a lock briefly, and nothing is compressed or compared under a lock. Units: one object is
+//! one page; memory is charged in slabs of 64 KiB, to each member by its shares of the blobs.
 //! Promise: a blob stays as long as a word of any member may name it. `Found` means the bytes that were put under that
-//! key and handle: a member gets only what its own pages name. One member's death or damage costs only that member.
+//! key and handle: a member gets only pages that its own words name. The death or the damage of a member costs only
+//! that member.
 //!
 //! The blobs are in an arena like the RAM store's, with checksums of the bytes alone, seeded by the group. A put looks
-//! blobs up by that checksum, which decides nothing: the bytes are compared then. Only this process's memory knows
-//! which words name a blob: the blobs that the pages of each member name, and the number of references of each blob.
-//! Each engine builds both from the words of each member (`recover`), one member after the other. Until all members
-//! have come, a missing member may name a blob that no member here names.
+//! up blobs by that checksum, and then compares the bytes. Which words name a blob, and how often, is only in this
+//! process's memory. Each engine builds both from the words of each member (`recover`), one member after the other. A
+//! member whose words were not read yet is *missing*: it may name a blob that no member here names.
 //!
-//! So the arena lists its members, and the kernel says which of them are alive ([`ballast_sys::presence`]): every
-//! process that has a member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the
-//! arena that says so. So a member's end need not be reported.
+//! The arena lists its members, and the kernel says which of them exist ([`ballast_sys::presence`]): each process with
+//! a member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the arena that shows
+//! it. So the end of a member need not be reported.
 //!
-//! | Blob | References here | Words that name it | A put of equal bytes | Becomes free |
+//! | Blob | References here | Words that name it | A put of equal bytes | Freed |
 //! |---|---|---|---|---|
-//! | known | n > 0 | n; fewer while a page is evicted or restored, or its engine dies | one more reference | not now |
-//! | known | 0, a member is missing | only those of the missing | one reference | when none is missing: swept |
-//! | known | 0, none is missing | none | | at once, by the thread that took the last one |
-//! | not known | | those of the missing; or none: a dead engine's | is stored again | when none is missing: swept |
-//! | damaged | n > 0 | n: each is poisoned when it is touched | is stored again | its slot, by the next engine |
+//! | known | n > 0 | n; fewer while a page is evicted or restored, or if its engine dies | adds a reference | no |
+//! | known | 0, a member is missing | of missing members only | adds a reference | by a sweep, once none is missing |
+//! | known | 0, none is missing | none | | at once, by the thread that dropped the last reference |
+//! | not known | | of missing members; or none, if an engine died | stores it again | by a sweep, as above |
+//! | damaged | n > 0 | n: each page is poisoned when it is touched | stores it again | its slot, by the next engine |
 //!
 //! | Member | Its references | Its word in the arena |
 //! |---|---|---|
-//! | comes, new | none yet | written before its first put |
-//! | comes, with words | what its words name, from `recover` on; until then it is missing | there |
-//! | comes, and another engine has it, too | what its words named, or less; missing until it is here alone | there |
-//! | is given to another engine | stay as they are; it is missing until it is back | there |
-//! | ends here ([`GroupMember::end`]) | dropped | taken away |
-//! | ended while no engine had it | never known | taken away when the kernel says that it is gone |
+//! | joins, new | none yet | written before its first put |
+//! | joins, with words | what its words name, from `recover` on; it is missing before | is there |
+//! | joins while another engine has it | at most what its words named; missing until it is here alone | is there |
+//! | is given to another engine | stay; it is missing until it is back | is there |
+//! | ends here ([`GroupMember::end`]) | dropped | removed |
+//! | ended while no engine had it | never known | removed when the kernel says that it is gone |
 //!
-//! *Two engines at once* (an upgrade) have different members of one arena, except those that move at that moment, which
-//! both have; new VMs may come to either. Neither engine frees blobs that the other's members name. A blob that one
-//! engine knows is named by members of the other only if they were here before, and from then on they are missing here,
-//! until they are back. So from the moment at which an engine is to give up its first member (`part`) it frees nothing,
-//! and no put adds a reference of a blob, which the other engine might free. A blob that it does not know may be the
-//! other's. So an engine sweeps only if it has the arena alone, which a lock says
-//! ([`ENGINES`](ballast_handover::arena::ENGINES)), and if all members that the arena names are here. A member that
+//! *Two engines at once* (an upgrade) have different members of one arena, except for members that are just moving,
+//! which both have; new VMs may join either. Neither engine frees blobs that the other's members name. A blob that this
+//! engine knows is named by a member of the other only if that member was here before, and it is missing here from then
+//! on, until it is back. So from the moment at which an engine is to give up its first member (`part`), it frees
+//! nothing, and no put adds a reference to a blob that the other engine might free. A blob that this engine does not
+//! know may belong to the other. So an engine sweeps only if it alone has the arena, which a lock shows
+//! ([`ENGINES`](ballast_handover::arena::ENGINES)), and if all members that the arena lists are here. A member that
 //! both have is missing in both, so neither frees a blob that the words of any member named when the second engine
 //! opened it.
 
@@ -66,15 +66,15 @@ use crate::{
     StoreUsage,
 };
 
-/// References from which a member's charge is estimated; if there are more, they are a sample.
+/// A member's charge is estimated from this many references, or from all if it has fewer.
 const SAMPLE: usize = 4096;
 
 impl Group {
-    /// Adds a member, with the opening of the arena that announces it. A member that is not `new` is missing until
-    /// `recover` has said what its words name.
+    /// Adds a member, with the opening of the arena that shows it. A member that is not `new` is missing until
+    /// `recover` has its words.
     ///
     /// # Errors
-    /// There is no space for one more.
+    /// The arena has no space for one more.
     pub fn join(self: &Arc<Self>, vm: VmId, opening: OwnedFd, new: bool) -> io::Result<GroupMember> {
         let (word, arena) = (word_of(vm), self.ram.arena());
         let mut index = lock(&self.index);
@@ -107,17 +107,17 @@ pub struct GroupMember {
 }
 
 impl GroupMember {
-    /// The group that it is a member of.
+    /// Shared with the other members.
     pub fn group(&self) -> &Arc<Group> {
         &self.group
     }
 
-    /// Another engine is to have the VM: called before that begins, and as often as it is said.
+    /// Another engine will have the VM: called before that begins; may be repeated.
     pub fn part(&self) {
         self.group.part(self.vm);
     }
 
-    /// The VM is gone and will not return.
+    /// The VM is gone for good.
     pub fn end(&self) {
         let pages = std::mem::take(&mut *lock(&self.pages));
         self.group.in_pieces(pages.handles(), |handle| self.group.drop_reference(handle));
@@ -130,17 +130,17 @@ impl GroupMember {
         self.group.tidy();
     }
 
-    /// Does a page of this member name this blob?
+    /// Whether a page of this member names this blob.
     fn names(&self, key: PageKey, handle: Handle) -> bool {
         key.region.vm == self.vm && lock(&self.pages).has(number_of(key), handle)
     }
 
-    /// Its share of the memory: of each blob, its slot divided by the number of words that name it.
+    /// Its share of the memory: of each blob, the slot divided by the number of words that name it.
     fn charge(&self) -> u64 {
         let pages = lock(&self.pages);
         let mut index = lock(&self.group.index);
         let (mut bytes, mut seen) = (0.0, 0);
-        // In the order of a hash table, which is arbitrary.
+        // The order of a hash table, so the sample is arbitrary.
         for handle in pages.handles().take(SAMPLE) {
             seen += 1;
             let Some((checksum, slot)) = self.group.ram.checksum_and_slot(handle) else { continue };

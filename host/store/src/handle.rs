@@ -1,8 +1,8 @@
-//! The meaning of the 40 bits of a handle in the RAM store and the file store.
+//! The 40 bits of a handle in the RAM store and the file store.
 //!
-//! Before: a store has a slot for a page, or the page needs none. After: `get` and `free` are given the handle.
+//! Before: a store has a slot for a page, or the page needs none. After: `get` and `free` receive the handle.
 //! Threads: any; plain values. Units: slot numbers as in `alloc`.
-//! Promise: any 40 bits have a harmless meaning.
+//! Promise: any 40 bits may be decoded.
 //!
 //! ```text
 //! bit 39 = 1: same-filled   bits 32-38 key check   bits 0-31 the pattern
@@ -50,12 +50,12 @@ impl Named {
     }
 }
 
-/// The handle of a blob. Slab and slot numbers that exist and a tag of `next_tag` always fit (asserted above).
+/// The handle of a blob. Any slab and slot of an arena and any tag of `next_tag` fit (asserted above).
 pub(crate) fn of_blob(place: Place, tag: u8) -> Option<Handle> {
     Handle::new(u64::from(tag) << TAG_SHIFT | u64::from(place.slab) << SLAB_SHIFT | place.slot as u64)
 }
 
-/// The handle of a page that repeats `pattern`, if its halves are equal.
+/// The handle of a page that repeats `pattern`; `None` if the halves of `pattern` differ.
 pub(crate) fn of_same_filled(key: PageKey, pattern: u64) -> Option<Handle> {
     let halves_equal = pattern as u32 == (pattern >> 32) as u32;
     let bits = SAME_FILLED | check(key) << TAG_SHIFT | pattern & u64::from(u32::MAX);
@@ -67,7 +67,7 @@ fn check(key: PageKey) -> u64 {
 }
 
 impl SameFilled {
-    /// Do seven bits of the key agree?
+    /// Whether the seven bits of the key's digest agree.
     pub(crate) fn may_be_of(self, key: PageKey) -> bool {
         self.check == check(key)
     }
@@ -81,7 +81,7 @@ impl SameFilled {
     }
 }
 
-/// The tag of a slot's next use, from that of its last (0 in a slab that was punched). 1 to 127.
+/// The tag of a slot's next use, 1 to 127. `last`: that of its last use, or 0 in a slab that was punched.
 pub(crate) fn next_tag(last: u8, generation: u32) -> u8 {
     let step = if last == 0 { generation % 127 } else { u32::from(last) % 127 };
     step as u8 + 1

@@ -1,14 +1,13 @@
 //! Stores: where far pages are kept.
 //!
-//! Before: the evict side of `pager` hands over one page's bytes. After: the fault side reads them, once or more often,
-//! and then frees the handle.
-//! Threads: every method may be called from any thread at any time; a store never calls back.
-//! Units: one object is one base page of 4096 bytes.
-//! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
+//! Before: the evict side of `pager` hands over the bytes of one page. After: the fault side reads them, once or more
+//! often, and then frees the handle.
+//! Threads: every method may be called from any thread; a store never calls back. Units: one object is one base page of
+//! 4096 bytes.
+//! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or an error.
 //!
-//! [`RamStore`] is the compressed RAM store; a [`Group`] is one in which VMs that trust each other store equal pages
-//! once; [`FileStore`] keeps pages in a file on a disk.
-//! [`blob`] is for stores on other machines, which are crates of their own.
+//! [`RamStore`] is the compressed store in RAM. In a [`Group`], VMs that trust each other store equal pages once.
+//! [`FileStore`] keeps pages in a file on a disk. [`blob`] is for stores on other machines, in crates of their own.
 
 mod alloc;
 mod arena;

@@ -1,45 +1,45 @@
 //! An LZ4 block encoder for one page.
 //!
-//! Before: `codec` has a page that is not same-filled. After: the block is in the caller's buffer, or the page is not
-//! worth it; `unlz4` (or any LZ4 decoder) reads the block back.
-//! Threads: any; each has a table of its own.
-//! Units: positions and lengths are bytes; a position in a page fits 16 bits.
-//! Promise: a returned block decodes to exactly the page, and depends on nothing but the page. No content costs more
-//! than a look at each position and a copy.
+//! Before: `codec` has a page that is not same-filled. After: the block is in the caller's buffer, or would be too
+//! long; `unlz4` (or any LZ4 decoder) reads it.
+//! Threads: any; each has its own table. Units: positions and lengths are bytes; a position in a page fits 16 bits.
+//! Promise: a block decodes to exactly the page, and depends on nothing else. No content costs more than one lookup per
+//! position and a copy.
 //!
-//! Why it is here: reclaim waits for it, and a page is a special case. Positions fit 16 bits, the table fits the
-//! first-level cache, and content without a match in the first 16 bytes is searched with ever larger steps. A page half
-//! of noise and half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at
-//! most 1.5 % longer on the measured pages; one run on one machine, each the best of 15. `examples/store_speed.rs`
-//! compares them on any file.
+//! Why not a library: reclaim waits for the encoder, and a page is a special case. Positions fit 16 bits, the table
+//! fits the L1 cache, and content without a match in the first 16 bytes is searched with growing steps. A page half of
+//! noise and half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at most
+//! 1.5 % longer on the measured pages; one run on one machine, each the best of 15. `examples/store_speed.rs` compares
+//! them on any file.
 
 use ballast_base::PAGE_SIZE;
 
 use crate::PageBytes;
 
-/// The shortest match the format has.
+/// The shortest match of the format.
 const MATCH_MIN: usize = 4;
-/// The format's own rules: no match begins in the last 12 bytes, and the last 5 bytes are literals.
+/// Rules of the format: no match begins in the last 12 bytes, and the last 5 bytes are literals.
 const LAST_MATCH: usize = PAGE_SIZE - 12;
 const MATCH_END_MAX: usize = PAGE_SIZE - 5;
 /// A length nibble of this value is continued in the bytes that follow.
 const CONTINUED: usize = 15;
 
-/// After this number of rounds of [`ROUND`] positions without a match the step grows by one, to pass noise quickly.
-/// Measured: twice the number makes machine code 1 % shorter and a page half of noise a third slower.
+/// After this number of rounds of [`ROUND`] positions without a match, the step grows by one, to pass noise quickly.
+/// Measured: twice the number makes blocks of machine code 1 % shorter, and takes a third longer for a page half of
+/// noise.
 const ROUNDS_PER_STEP: usize = 4;
 const ROUND: usize = 4;
 
 const SLOT_BITS: u32 = 12;
 const SLOTS: usize = 1 << SLOT_BITS;
 
-/// Literals are copied in pieces of this size, the last one whole.
+/// Literals are copied in pieces of this size; the last piece is copied whole.
 const PIECE: usize = 32;
 
-/// The longest block: the page as literals, its length, and what whole pieces write past the end.
+/// The longest block: the page as literals, their length, and the surplus of the last piece.
 pub(crate) const BLOCK_MAX: usize = PAGE_SIZE + PAGE_SIZE / 255 + 16 + PIECE;
 
-/// For each hash of 4 bytes, where they were last seen in this page.
+/// The last position of each hash of 4 bytes in this page.
 pub(crate) struct Table([u16; SLOTS]);
 
 impl Table {
@@ -48,7 +48,7 @@ impl Table {
     }
 }
 
-/// The 8 bytes at `at`. Every position that is looked up or compared is read here.
+/// The 8 bytes at `at`; each lookup and comparison reads through this.
 #[inline(always)]
 fn read8(page: &PageBytes, at: usize) -> u64 {
     debug_assert!(at + 8 <= PAGE_SIZE, "8 bytes at {at} of a page");
@@ -66,7 +66,7 @@ fn slot(word: u64) -> usize {
     ((word as u32).wrapping_mul(2_654_435_761) >> (u32::BITS - SLOT_BITS)) as usize
 }
 
-/// How many bytes from `to` on equal those from `from` on (`from < to`), up to where a match must end.
+/// Number of equal bytes from `from` and from `to` on (`from < to`), up to where a match must end.
 #[inline(always)]
 fn same_bytes(page: &PageBytes, from: usize, to: usize) -> usize {
     let mut len = 0;
@@ -83,11 +83,11 @@ fn same_bytes(page: &PageBytes, from: usize, to: usize) -> usize {
     len
 }
 
-/// How many bytes before `to` equal those before `from`, at most `max`.
+/// Number of equal bytes just before `from` and `to`, at most `max`.
 #[inline(always)]
 fn same_bytes_before(page: &PageBytes, from: usize, to: usize, max: usize) -> usize {
     if from >= 8 {
-        // One look at 8 bytes; a longer match was found before its last 8 bytes, or is not worth a loop.
+        // One comparison of 8 bytes: a longer match was found earlier, or is not worth a loop.
         let difference = read8(page, from - 8) ^ read8(page, to - 8);
         return ((difference.leading_zeros() / 8) as usize).min(max);
     }
@@ -98,7 +98,7 @@ fn same_bytes_before(page: &PageBytes, from: usize, to: usize, max: usize) -> us
     len
 }
 
-/// The block while it grows. Every write is checked.
+/// The growing block. Each write is bounds-checked.
 struct Block<'a> {
     bytes: &'a mut [u8; BLOCK_MAX],
     len: usize,
@@ -111,7 +111,7 @@ impl Block<'_> {
         self.len += 1;
     }
 
-    /// Append the part of a length that a nibble of `CONTINUED` does not hold.
+    /// Appends the part of a length that its nibble does not hold.
     #[inline(always)]
     fn push_rest(&mut self, length: usize) {
         if length >= CONTINUED {
@@ -124,14 +124,15 @@ impl Block<'_> {
         }
     }
 
-    /// Token, length and bytes of the literals `page[start..end]`; `match_nibble` is the token's other half.
+    /// Appends token, length and bytes of the literals `page[start..end]`; `match_nibble` is the other half of the
+    /// token.
     #[inline(always)]
     fn push_literals(&mut self, page: &PageBytes, start: usize, end: usize, match_nibble: usize) {
         let count = end - start;
         self.push((count.min(CONTINUED) << 4 | match_nibble) as u8);
         self.push_rest(count);
         if end + PIECE <= PAGE_SIZE {
-            // The surplus of the last piece is overwritten by what follows.
+            // The next write overwrites the surplus of the last piece.
             let pieces = self.bytes[self.len..].chunks_exact_mut(PIECE).zip(page[start..].chunks_exact(PIECE));
             for (to, from) in pieces.take(count.div_ceil(PIECE)) {
                 to.copy_from_slice(from);
@@ -143,11 +144,11 @@ impl Block<'_> {
     }
 }
 
-/// Write `page` as one block at the start of `block`. Returns its length; `None` if that would be more than `max`.
+/// Writes `page` as one block to the start of `block`. Returns its length; `None` if it would exceed `max`.
 pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK_MAX], max: usize) -> Option<usize> {
     let table = &mut table.0;
-    // Position 0 is everywhere in the table, as if it had been looked up. An earlier page's entries would do no harm,
-    // because every candidate is compared, but the block would depend on that page.
+    // Each entry is position 0, as if it had been seen. Entries of an earlier page would be harmless, since each
+    // candidate is compared, but the block would depend on that page.
     table.fill(0);
     let mut block = Block { bytes: block, len: 0 };
     // Literals not yet written begin at `anchor`; `at` is the next position to look up.
@@ -175,7 +176,7 @@ pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK
         let end = to + MATCH_MIN + same_bytes(page, from + MATCH_MIN, to + MATCH_MIN);
         let back = same_bytes_before(page, from, to, to - anchor);
         (from, to) = (from - back, to - back);
-        // The beginning of a run is the best match for the next run of the same byte.
+        // The first byte of a run is the best match for the next run of that byte.
         table[slot(read8(page, to))] = to as u16;
         if block.len + (to - anchor) > max {
             return None;
@@ -206,7 +207,7 @@ mod tests {
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 
-    /// The block of a page, after two decoders brought the page back from it. A raw page is `None`.
+    /// The block of a page, which two decoders have decoded to the page; `None` for a raw page.
     fn checked(page: &PageBytes) -> Option<Vec<u8>> {
         checked_with(page, &mut Table::new())
     }
@@ -246,10 +247,10 @@ mod tests {
     }
 
     #[test]
-    fn every_length_of_literals_and_of_matches_comes_back() {
+    fn every_length_of_literals_and_of_matches_is_restored() {
         let noise = pages::incompressible(1);
         for literals in 0..PAGE_SIZE {
-            // Noise up to there, then one byte; noise up to there, then the same noise again.
+            // Noise, then one repeated byte; and noise, then that noise again.
             let mut page = noise;
             page[literals..].fill(7);
             checked(&page);
@@ -257,7 +258,7 @@ mod tests {
             page = noise;
             page.copy_within(..again, literals);
             checked(&page);
-            // A run that ends there, with noise after it.
+            // A run, then noise.
             page = noise;
             page[..literals].fill(0);
             checked(&page);
@@ -265,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn every_distance_and_every_period_comes_back() {
+    fn every_distance_and_every_period_is_restored() {
         let noise = pages::incompressible(2);
         for period in 1..PAGE_SIZE {
             checked(&std::array::from_fn(|index| noise[index % period]));
@@ -319,7 +320,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(512))]
 
         #[test]
-        fn any_page_comes_back(
+        fn any_page_is_restored(
             seed: u64, words in 1u64..500, noise in 0u64..6,
             changes in prop::collection::vec((0..PAGE_SIZE, 1..600usize, any::<u8>()), 0..20),
             copies in prop::collection::vec((0..PAGE_SIZE, 0..PAGE_SIZE, 1..600usize), 0..20)

@@ -1,9 +1,9 @@
 //! The compressed RAM store: far pages in a shared-memory file that outlives the process.
 //!
-//! Before: `Store::put` brings a page. After: a same-filled page has become a handle and nothing else; any other page
-//! is a checksummed, mostly compressed blob in a slab of the arena.
-//! Threads: any, in any number of processes that opened the same arena; see `slab` for how they share it.
-//! Units: one object is one page; memory is charged in slabs of 64 KiB.
+//! Before: `Store::put` brings a page. After: a same-filled page is only a handle; any other page is a checksummed,
+//! mostly compressed blob in a slab of the arena.
+//! Threads: any, in any number of processes that opened the arena; `slab` says how they share it. Units: one object is
+//! one page; memory is charged in slabs of 64 KiB.
 //! Promise: `get` returns `Found` only with the bytes that were put under that key and handle, whatever the arena
 //! contains.
 
@@ -29,70 +29,70 @@ use crate::{
     StoreUsage,
 };
 
-/// How to run a RAM store.
+/// Parameters of a RAM store.
 #[derive(Clone, Debug)]
 pub struct RamOptions {
-    /// How pages put from now on are compressed.
+    /// For pages put from now on.
     pub codec: Codec,
-    /// The budget that is charged for the memory; stores that share a budget share its limit.
+    /// Charged for the memory. Stores with one budget share its limit.
     pub budget: Arc<Budget>,
-    /// Slabs of 64 KiB that a *new* arena has space for; an existing arena keeps its own number. The file is sparse, so
-    /// the largest costs no memory, but it takes 256 GiB of the 128 TiB of addresses that a process has.
+    /// Slabs of 64 KiB that a *new* arena has; an existing arena keeps its number. The file is sparse: the largest
+    /// costs no memory, but 256 GiB of the 128 TiB of addresses of a process.
     pub max_slabs: u32,
-    /// Return memory in `tidy` and `usage`, and not in the `free` of a slab's last page. That takes 10 us and
-    /// interrupts every CPU on which a thread of this process runs, and fault workers free pages. Waiting slabs are
-    /// charged and reused first; when the budget is short, at most 16 MiB wait.
+    /// Return memory in `tidy` and `usage`, not when `free` empties a slab. A punch takes 10 us, and a TLB shootdown on
+    /// each CPU that runs a thread of this process, and fault workers call `free`. Slabs that wait are charged, and
+    /// reused first; at most 16 MiB wait if the budget is short.
     pub punch_later: bool,
 }
 
-/// The fewest slabs of a VM's arena, 64 GiB: 1,000 VMs with an arena and an index each fit into a process's addresses,
-/// and a small VM that gets much more memory later has space for it.
+/// The least slabs of a VM's arena, 64 GiB: 1,000 VMs with an arena and an index each fit into the addresses of a
+/// process, and a small VM may grow much.
 const FEWEST_SLABS: u32 = 1 << 20;
-/// Bytes of arena for a byte of the VM's RAM. Blobs are smaller than pages, but slabs can be partly empty.
+/// Bytes of arena per byte of the VM's RAM. A blob is smaller than a page, but a slab can be partly empty.
 const ARENA_PER_RAM: u64 = 4;
 
-/// Slabs that may wait for `tidy` when the budget is short: 16 MiB.
+/// Slabs that may wait for `tidy` if the budget is short: 16 MiB.
 const PUNCH_LATER_MAX: usize = 256;
 
 impl RamOptions {
-    /// LZ4, the largest arena, this budget; memory is returned at once.
+    /// LZ4 and the largest arena; memory is returned at once.
     pub fn new(budget: Arc<Budget>) -> Self {
         Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS, punch_later: false }
     }
 
-    /// Returns how many slabs a new arena has for a VM with this much RAM. A full arena loses nothing: pages stay in
-    /// RAM or go to the next store.
+    /// Slabs of a new arena for a VM with this much RAM. If an arena is full, pages stay in RAM or go to the next
+    /// store.
     pub fn slabs_for(ram: Bytes) -> u32 {
         let slabs = ram.0.saturating_mul(ARENA_PER_RAM).div_ceil(arena::RAM.layout.slab_bytes as u64);
         u32::try_from(slabs).unwrap_or(MAX_SLABS).clamp(FEWEST_SLABS, MAX_SLABS)
     }
 }
 
-/// Contents and history of a RAM store, in more detail than [`StoreUsage`]. The counters of puts are in the arena: they
-/// go on counting when another process takes over.
+/// Contents and history of a RAM store, in more detail than [`StoreUsage`]. The counters of puts are in the arena, so
+/// they survive a restart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RamUsage {
-    /// Same-filled pages held; they occupy nothing.
+    /// Same-filled pages held, which take no memory.
     pub same_filled_pages: u64,
     /// Pages held as blobs.
     pub blob_pages: u64,
     /// Slabs held, of 64 KiB each.
     pub slabs: u64,
-    /// Pages ever put that were same-filled (a 32-bit pattern).
+    /// Same-filled pages ever put (a 32-bit pattern).
     pub same_filled_puts: u64,
-    /// Pages ever put that were kept uncompressed.
+    /// Pages ever put that were stored uncompressed.
     pub raw_puts: u64,
-    /// Pages ever put that were compressed (a 64-bit pattern included).
+    /// Pages ever put that were compressed, also to a 64-bit pattern.
     pub compressed_puts: u64,
-    /// Bytes of those pages before compression.
+    /// Their bytes before compression.
     pub compressed_in_bytes: u64,
-    /// Bytes of those pages after compression, headers not counted.
+    /// Their bytes after compression, without headers.
     pub compressed_out_bytes: u64,
-    /// Slabs the kernel refused to punch, counted by this process; they stay charged until `recover`.
+    /// Slabs that the kernel did not punch, in this process; they stay charged until `recover`.
     pub punch_failures: u64,
 }
 
-/// The words of one counter shard.
+/// Index in a counter shard.
 #[derive(Clone, Copy)]
 enum Counter {
     LiveBlobs,
@@ -103,7 +103,7 @@ enum Counter {
     CompressedOutBytes,
 }
 
-/// A store in an arena; the arena lives as long as a process holds its descriptor.
+/// A store in an arena, which exists as long as a process has its descriptor.
 #[derive(Debug)]
 pub struct RamStore {
     allocator: Allocator,
@@ -114,7 +114,7 @@ impl RamStore {
     /// The layout of the arena.
     pub const FORMAT: Format = arena::RAM.layout.format;
 
-    /// Make an empty store. The descriptor is the arena's: a process that keeps it can `open` the store again.
+    /// Makes an empty store, and the descriptor of its arena, for a later `open`.
     ///
     /// # Errors
     /// If `max_slabs` is 0 or too large, or the kernel refuses the file or its mapping.
@@ -124,8 +124,8 @@ impl RamStore {
         Ok((Self::on(arena, options), fd))
     }
 
-    /// Take over a store. Its contents are charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`Store::recover`] next. A file without a layout becomes an empty store.
+    /// Opens a store. Its contents are charged to the budget, even above the limit. If the last process that used it
+    /// died, call [`Store::recover`] next. A file without a layout becomes an empty store.
     ///
     /// # Errors
     /// The file is not an arena, has a layout that this program cannot read, or the wrong size.
@@ -137,21 +137,21 @@ impl RamStore {
         Ok(Self::on(arena, options))
     }
 
-    /// A store on an arena of this or a similar shape.
     pub(crate) fn on(arena: Arena, options: RamOptions) -> Self {
         let to_punch_max = if options.punch_later { PUNCH_LATER_MAX } else { 0 };
         Self { allocator: Allocator::new(arena, options.budget, to_punch_max), codec: options.codec }
     }
 
-    /// After an unclean death: free blobs that no live handle names, finish what was begun, make the counts agree. A
-    /// live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`.
+    /// After an unclean death: frees blobs that no live handle names, completes what was begun, and corrects the
+    /// counts. A live handle without a blob is counted; `get` returns `Absent` for it.
     ///
-    /// No other thread or process may use the arena meanwhile.
+    /// No other thread or process may use the arena during this call.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         self.sweep_and_punch(live, false)
     }
 
-    /// The same; `later`: the next `tidy` returns the memory of emptied slabs, when others use the arena again.
+    /// Like `sweep`; with `later`, the next `tidy` returns the memory of emptied slabs, when others may use the arena
+    /// again.
     pub(crate) fn sweep_and_punch(&self, live: impl Iterator<Item = Handle>, later: bool) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
@@ -169,10 +169,10 @@ impl RamStore {
         report
     }
 
-    /// Check that slab table, bitmaps, counters and charge agree. Only meaningful while the store is not used.
+    /// Checks that slab table, bitmaps, counters and charge agree. Nobody may use the store during this call.
     ///
     /// # Errors
-    /// The first contradiction found.
+    /// The first contradiction.
     pub fn validate(&self) -> Result<(), Inconsistent> {
         self.allocator.settle(0);
         let taken = self.allocator.validate()?;
@@ -184,7 +184,7 @@ impl RamStore {
         }
     }
 
-    /// Contents and history of the store.
+    /// The contents and the history now.
     pub fn usage_detail(&self) -> RamUsage {
         let compressed_puts = self.sum(Counter::PutCompressed);
         RamUsage {
@@ -200,19 +200,17 @@ impl RamStore {
         }
     }
 
-    /// The checksum of the blob that a handle names, and the bytes of its slot; `None` if there is none.
+    /// The checksum of the blob that a handle names, and the bytes of its slot; `None` if there is no such blob.
     pub(crate) fn checksum_and_slot(&self, handle: Handle) -> Option<(u64, usize)> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         let (header, _, payload_max) = self.find(place, tag)?;
         Some((header.checksum, payload_max + HEADER_BYTES))
     }
 
-    /// The arena that it is in.
     pub(crate) fn arena(&self) -> &Arena {
         self.allocator.arena()
     }
 
-    /// The limit of the budget that it shares.
     pub(crate) fn budget_limit(&self) -> Bytes {
         self.allocator.budget_limit()
     }
@@ -229,17 +227,17 @@ impl RamStore {
         self.allocator.arena().sum(counter as usize)
     }
 
-    /// Pages of the arena that memory errors have cost since it was opened. Slots may be unknown until `recover`.
+    /// Pages of the arena that were lost to memory errors since it was opened. `recover` may be needed to find free
+    /// slots.
     pub fn lost(&self) -> u64 {
         self.allocator.arena().lost()
     }
 
-    /// Losses not yet returned, in words; and whether `recover` is needed for them.
+    /// Texts of the losses not returned before; and whether they need a `recover`.
     pub fn losses(&self) -> (Vec<String>, bool) {
         self.allocator.arena().losses()
     }
 
-    /// Put header and payload into a slot.
     fn keep(&self, mut header: BlobHeader, payload: &[u8]) -> PutOutcome {
         let lost = self.lost();
         let Some(class) = class_for(HEADER_BYTES + payload.len()) else { return PutOutcome::Full };
@@ -253,7 +251,7 @@ impl RamStore {
         arena.copy_in(slab, start + HEADER_BYTES, payload);
         arena.copy_in(slab, start, &header.to_bytes());
         if self.lost() > lost {
-            // The slot may have been forgotten. `recover` frees it.
+            // The slot may be unusable. `recover` frees it.
             return PutOutcome::Busy;
         }
         self.count(Counter::LiveBlobs, 1);
@@ -266,7 +264,7 @@ impl RamStore {
         handle::of_blob(allocated.place, header.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
-    /// [`Store::get_blob`] of a blob.
+    /// [`NearStore::get_blob`] for a blob.
     fn open_copy(
         &self,
         key: PageKey,
@@ -283,12 +281,12 @@ impl RamStore {
         blob.resize(HEADER_BYTES + usize::from(header.len), 0);
         let payload = &mut blob[HEADER_BYTES..];
         self.allocator.arena().copy_out(place.slab, payload_start, payload);
-        // The copy is checked, because the arena may change.
+        // The copy is checked, because the arena may change at any time.
         let opens = codec::open(key, header, out, |buffer| buffer.copy_from_slice(payload));
         if opens { GetOutcome::Found } else { GetOutcome::Corrupt }
     }
 
-    /// Is this blob the same as a copy of it?
+    /// Whether the blob still equals `blob`.
     fn is_copy(&self, (place, tag): (Place, u8), blob: &[u8]) -> bool {
         let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return false };
         let Some((kept, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
@@ -298,7 +296,7 @@ impl RamStore {
         header.to_bytes() == *kept && now == payload
     }
 
-    /// The header of the blob that a handle names, the place of its payload, and the longest it can be.
+    /// The header of the blob that a handle names, the offset of its payload, and the payload's largest size.
     fn find(&self, place: Place, tag: u8) -> Option<(BlobHeader, usize, usize)> {
         let (_, class) = self.allocator.occupied(place)?;
         let start = place.slot * CLASS_BYTES[class];
@@ -377,7 +375,7 @@ impl NearStore for RamStore {
         }
     }
 
-    /// Compares what is in memory, without decompressing it.
+    /// Compares the stored form, without decompression.
     fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
         match Named::by(handle) {
             Named::Blob { place, tag } => self.is_copy((place, tag), blob),

@@ -1,10 +1,10 @@
-//! One slab: its state word, its bitmap, its size class. A slab is a piece of an arena, or an area of a file.
+//! One slab, a piece of an arena or an area of a file: its state word, its bitmap, its size class.
 //!
-//! Before: `alloc` chose this slab. After: a slot is taken or returned, or the slab may be punched.
-//! Threads: any, in any number of processes. Everything is a compare-exchange on the state word or an atomic bit
-//! operation on the bitmap; no step waits for another thread, and a process that dies leaves nothing locked.
-//! Units: a class is an index into the capacities of the arena's shape; slot numbers count from the start of the slab.
-//! Promise: whatever the words hold, no method panics, loops for ever or names a slot outside the slab.
+//! Before: `alloc` chose this slab. After: a slot is taken or freed, or the slab may be punched.
+//! Threads: any, in any number of processes. Each step is a compare-exchange on the state word or an atomic operation
+//! on the bitmap, and none waits for another thread. A process that dies leaves nothing locked. Units: a class is an
+//! index into the capacities of the arena's shape; slots count from the start of the slab.
+//! Promise: whatever the words hold, no method panics, loops forever or names a slot outside the slab.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,11 +14,10 @@ pub const SLAB_BYTES: usize = 64 * 1024;
 /// Slot sizes of the RAM store. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
 pub(crate) const CLASS_BYTES: [usize; CLASSES] =
     [64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4112];
-/// Number of size classes.
 pub(crate) const CLASSES: usize = 17;
 
 const BITMAP_WORDS: usize = 15;
-/// The bitmap's limit: the smallest class leaves 4 KiB of its slab unused rather than have a larger table entry.
+/// Limited by the bitmap: 64-byte slots leave 4 KiB of their slab unused, since more bits would double the table entry.
 pub(crate) const SLOTS_MAX: usize = BITMAP_WORDS * 64;
 
 /// For each class of the RAM store, the slots in a slab.
@@ -33,39 +32,38 @@ pub(crate) const CAPACITIES: [usize; CLASSES] = {
     capacities
 };
 
-/// The smallest class whose slots hold `bytes`; `None` if none does.
+/// The smallest class whose slots hold `bytes`; `None` if no class does.
 pub(crate) fn class_for(bytes: usize) -> Option<usize> {
     let class = CLASS_BYTES.partition_point(|&size| size < bytes);
     (class < CLASSES).then_some(class)
 }
 
-/// The phase of a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// Unused: no bit set, no memory, not charged.
     Free = 0,
     /// Holds `used` slots of one class.
     Active = 1,
-    /// Its last slot was freed; the thread that freed it is punching the slab.
+    /// Its last slot was freed; the thread that freed it has the slab punched.
     Retiring = 2,
 }
 
-/// The state word, taken apart.
+/// The state word, decoded.
 ///
-/// | Phase | used | moved by | to | what others may do meanwhile |
+/// | Phase | used | changed by | to | other threads |
 /// |---|---|---|---|---|
-/// | `Free` | 0 | an allocator that was granted the budget | `Active`, used 1 | nothing: they look for another slab |
+/// | `Free` | 0 | an allocator that was granted the budget | `Active`, used 1 | look for another slab |
 /// | `Active` | 1..cap | any thread: `reserve` (+1), `release` (-1) | `Active` | reserve, release, read blobs |
-/// | `Active` | 1 | the `release` of the last slot | `Retiring`, used 0 | nothing can be reserved any more |
-/// | `Retiring` | 0 | that same thread, after the punch | `Free`, generation +1 | nothing; readers see no bit set |
-/// | `Retiring` | 0 | `recover`, if that thread's process died | `Free`, generation +1 | (no other user exists then) |
+/// | `Active` | 1 | the `release` of the last slot | `Retiring`, used 0 | can reserve nothing |
+/// | `Retiring` | 0 | this process, after the punch | `Free`, generation +1 | see no bit set |
+/// | `Retiring` | 0 | `recover`, if that process died | `Free`, generation +1 | none exists |
 ///
-/// `used` counts promises, the bitmap counts slots: a slot is first reserved in `used` and then claimed in the bitmap;
-/// it is first freed in the bitmap and then released in `used`. So at every moment *bits set <= used <= capacity*: a
-/// thread that reserved a slot will find a clear bit, and `used` 0 means an empty bitmap. The generation makes every
-/// reuse of a slab a different word, so a compare-exchange prepared before a retirement fails after it.
+/// `used` counts reservations, the bitmap counts slots. A slot is first reserved in `used` and then claimed in the
+/// bitmap; it is first freed in the bitmap and then released in `used`. So at each moment *bits set <= used <=
+/// capacity*: a thread that reserved a slot will find a clear bit, and `used` 0 means an empty bitmap. Each reuse of a
+/// slab has a new generation, so a compare-exchange prepared before a retirement fails after it (no ABA).
 ///
-/// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. A word of zeros is a `Free` slab, a hole is a valid table.
+/// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. The word 0 is a `Free` slab, so a hole is a valid table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) phase: Phase,
@@ -75,7 +73,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Decode a word; `None` if it has no meaning.
+    /// `None` if the word has no meaning.
     pub(crate) fn decode(word: u64, capacities: &[usize]) -> Option<Self> {
         let phase = match word & 3 {
             0 => Phase::Free,
@@ -94,23 +92,23 @@ impl State {
     }
 }
 
-/// The outcome of taking a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
-    /// This slot, in a slab of this generation.
-    Slot { slot: usize, generation: u32 },
-    /// No slot is left, or the slab is no active one of that class (any more).
+    Slot {
+        slot: usize,
+        generation: u32,
+    },
+    /// No slot is left, or the slab is not active in that class.
     No,
 }
 
-/// The outcome of releasing a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Released {
     /// Other slots are still used.
     StillUsed,
-    /// Likewise, and the slab was full before: it can be allocated from again.
+    /// Other slots are still used, and the slab was full: it has room again.
     NoLongerFull { class: usize },
-    /// That was the last slot: the slab is `Retiring` and the caller must punch it and then call `retired`.
+    /// That was the last slot: the slab is `Retiring`. The caller punches it and calls `retired`.
     Empty,
     /// The word is invalid; nothing was changed.
     Damaged,
@@ -132,12 +130,12 @@ impl<'a> Slab<'a> {
         Self { state: &words[0], bitmap: &words[1..], capacities }
     }
 
-    /// The state; `None` if the word has no meaning.
+    /// `None` if the word has no meaning.
     pub(crate) fn state(self) -> Option<State> {
         State::decode(self.state.load(Ordering::Acquire), self.capacities)
     }
 
-    /// Move the state by compare-exchange until `step` declines. Returns the state before and after the move.
+    /// Changes the state by compare-exchange until `step` declines. Returns the state before and after the change.
     fn update(self, step: impl Fn(State) -> Option<State>) -> Option<(State, State)> {
         let mut word = self.state.load(Ordering::Acquire);
         loop {
@@ -150,8 +148,8 @@ impl<'a> Slab<'a> {
         }
     }
 
-    /// `Free` to `Active` with one slot reserved, which the caller then claims; false if it was not free. The caller
-    /// was granted the budget.
+    /// `Free` to `Active`, with one slot reserved, which the caller then claims. False if it was not free. The caller
+    /// has charged the budget.
     pub(crate) fn activate(self, class: usize) -> bool {
         self.update(|state| {
             (state.phase == Phase::Free).then_some(State { phase: Phase::Active, class, used: 1, ..state })
@@ -159,7 +157,7 @@ impl<'a> Slab<'a> {
         .is_some()
     }
 
-    /// Reserve one slot for the caller; returns false if the slab has none left.
+    /// Reserves one slot; false if none is left.
     fn reserve(self, class: usize) -> bool {
         self.update(|state| {
             let usable = state.phase == Phase::Active && state.class == class && state.used < self.capacities[class];
@@ -168,14 +166,14 @@ impl<'a> Slab<'a> {
         .is_some()
     }
 
-    /// Take a slot of an active slab of this class. After `No` from a damaged bitmap the promise is kept (and `recover`
-    /// finds it): returning it could retire a slab whose bitmap is not empty.
+    /// Takes a slot of an active slab of this class. If the bitmap is damaged and has no clear bit, the reservation
+    /// stays until `recover`: to release it could retire a slab whose bitmap is not empty.
     pub(crate) fn take(self, class: usize) -> Taken {
         if self.reserve(class) { self.claim(class) } else { Taken::No }
     }
 
-    /// Turn a promise into a slot. A clear bit exists at every moment, but a scan can miss one that moves; the number
-    /// of scans is bounded, so that a damaged bitmap does not hold us for ever.
+    /// Turns a reservation into a slot. At each moment some bit is clear, but a scan can miss one that moves. The
+    /// number of scans is bounded, because a damaged bitmap may have no clear bit.
     pub(crate) fn claim(self, class: usize) -> Taken {
         const SCANS_MAX: usize = 64;
         let slots = self.capacities[class];
@@ -200,18 +198,17 @@ impl<'a> Slab<'a> {
         Taken::No
     }
 
-    /// Is this slot taken?
     pub(crate) fn is_set(self, slot: usize) -> bool {
         self.bitmap.get(slot / 64).is_some_and(|word| word.load(Ordering::Acquire) >> (slot % 64) & 1 == 1)
     }
 
-    /// Clear a slot's bit; returns true for the one caller that did.
+    /// Clears a slot's bit; true for the one caller that did.
     pub(crate) fn clear(self, slot: usize) -> bool {
         let bit = 1 << (slot % 64);
         self.bitmap.get(slot / 64).is_some_and(|word| word.fetch_and(!bit, Ordering::AcqRel) & bit != 0)
     }
 
-    /// Return the promise of a slot whose bit the caller just cleared.
+    /// Releases the reservation of a slot whose bit the caller just cleared.
     pub(crate) fn release(self) -> Released {
         let moved = self.update(|state| match (state.phase, state.used) {
             (Phase::Active, 1) => Some(State { phase: Phase::Retiring, used: 0, ..state }),
@@ -236,13 +233,13 @@ impl<'a> Slab<'a> {
         });
     }
 
-    /// Slots taken, counted in the bitmap.
+    /// Taken slots, by the bitmap.
     pub(crate) fn count(self) -> usize {
         self.bitmap.iter().map(|word| word.load(Ordering::Relaxed).count_ones() as usize).sum()
     }
 
-    /// Keep only the slots also set in `live` and make the state word agree; for `recover`, while no other thread uses
-    /// the slab. Returns how many slots are left; with none left the slab is `Retiring`.
+    /// Keeps only the slots that are also set in `live`, and corrects the state word. For `recover`: no other thread
+    /// uses the slab. Returns the number of slots left; without any, the slab is `Retiring`.
     pub(crate) fn sweep(self, live: &LiveSlots) -> usize {
         let word = self.state.load(Ordering::Relaxed);
         let class = match State::decode(word, self.capacities) {

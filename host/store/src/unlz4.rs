@@ -3,29 +3,29 @@
 //! Before: `codec` copied a payload out of the arena. After: the page is in the caller's buffer, or the payload is
 //! refused.
 //! Threads: any; no state. Units: bytes.
-//! Promise: any payload is either decoded to exactly one page or refused; nothing outside the two slices is touched,
-//! and no payload costs more than a page of copying.
+//! Promise: any payload is decoded to exactly one page or refused; nothing outside the two slices is touched, and no
+//! payload costs more than the copy of a page.
 //!
-//! Why it is here: a restore waits for it. The safe decoder of `lz4_flex` copies overlapping matches (runs of zeros,
-//! the commonest of all) byte by byte: 3.3 us for a half-compressible page against 2.1 us here, in one run on one
+//! Why not a library: a restore waits for the decoder. The safe decoder of `lz4_flex` copies overlapping matches (runs
+//! of zeros, the most common) byte by byte: 3.3 us for a half-compressible page, against 2.1 us here, in one run on one
 //! machine. The tests compare the two.
 
 use crate::PageBytes;
 
-/// Copies of up to this many bytes are made whole, if there is space: one load and one store.
+/// A copy of up to this many bytes is done whole if there is space: one load and one store.
 const STRIDE: usize = 16;
-/// Matches of at least this length are copied in ever longer pieces instead.
+/// Matches from this length on are copied in pieces of growing length.
 const LONG: usize = 256;
 const MATCH_MIN: usize = 4;
 /// A length nibble of this value is continued in the bytes that follow.
 const CONTINUED: usize = 15;
 
-/// Decode `block` into `out`; returns true if it was exactly one page of a sound block.
+/// Decodes `block` into `out`; true if it was one page of a sound block.
 pub(crate) fn decode(block: &[u8], out: &mut PageBytes) -> bool {
     sequences(block, out) == Some(out.len())
 }
 
-/// Returns how many bytes were decoded; `None` if the block is unsound.
+/// The number of decoded bytes; `None` if the block is unsound.
 fn sequences(block: &[u8], out: &mut [u8]) -> Option<usize> {
     let (mut read, mut written) = (0, 0);
     loop {
@@ -53,8 +53,8 @@ fn sequences(block: &[u8], out: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// A length from its nibble and the bytes that continue it. It cannot overflow: each byte of the block adds at most
-/// 255, and a block is shorter than a page.
+/// A length, from its nibble and the bytes that continue it. No overflow: each byte of the block adds at most 255, and
+/// a block is shorter than a page.
 fn length(nibble: usize, block: &[u8], read: &mut usize) -> Option<usize> {
     let mut length = nibble;
     if nibble == CONTINUED {
@@ -70,12 +70,12 @@ fn length(nibble: usize, block: &[u8], read: &mut usize) -> Option<usize> {
     Some(length)
 }
 
-/// Write `len` bytes at `at`, each equal to the one `offset` before it. The caller checked `1 <= offset <= at` and that
-/// `at + len` is inside. Whole strides may write past `at + len`, inside the page, where later sequences write anyway.
+/// Writes `len` bytes at `at`, each equal to the one `offset` before it. The caller checked `1 <= offset <= at` and
+/// that `at + len` is inside. Whole strides may pass `at + len` inside the page, where later sequences write anyway.
 fn repeat(out: &mut [u8], at: usize, offset: usize, len: usize) {
     let (mut to, end) = (at, at + len);
     if len >= LONG {
-        // The source grows with what was just written: each copy is as long as all before it.
+        // The source grows with each copy, so each copy is as long as everything before it.
         while to < end {
             let step = (to - (at - offset)).min(end - to);
             out.copy_within(at - offset..at - offset + step, to);
@@ -87,7 +87,7 @@ fn repeat(out: &mut [u8], at: usize, offset: usize, len: usize) {
             to += STRIDE;
         }
     } else {
-        // A short period: write it out once, so that no load waits for the store just before it.
+        // A short period: unrolled into a pattern, so that no load waits for the preceding store.
         let mut pattern = [0; STRIDE];
         let mut phase = 0;
         for byte in &mut pattern {
@@ -100,7 +100,7 @@ fn repeat(out: &mut [u8], at: usize, offset: usize, len: usize) {
             to += whole_periods;
         }
     }
-    // At the end of the page no whole stride fits.
+    // At the end of the page, no whole stride fits.
     while to < end {
         out[to] = out[to - offset];
         to += 1;
@@ -115,7 +115,7 @@ mod tests {
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 
-    /// The result of `lz4_flex`: the page, or nothing.
+    /// The page by `lz4_flex`, if it decodes the block.
     fn reference(block: &[u8]) -> Option<PageBytes> {
         let mut out = [0; PAGE_SIZE];
         decompress_into(block, &mut out).is_ok_and(|len| len == PAGE_SIZE).then_some(out)
@@ -133,7 +133,7 @@ mod tests {
         block
     }
 
-    /// Pages of short repeats at every distance, the part of the format where errors are likely.
+    /// Pages of short repeats, at each distance: the part of the format where errors are likely.
     fn repetitive(seed: u64, period: usize) -> PageBytes {
         let mut page = pages::incompressible(seed);
         for index in period..PAGE_SIZE {
@@ -144,7 +144,7 @@ mod tests {
         page
     }
 
-    /// One match as long as the page, at every distance.
+    /// One match as long as the page, at each distance.
     fn periodic(seed: u64, period: usize) -> PageBytes {
         let noise = pages::incompressible(seed);
         std::array::from_fn(|index| noise[index % period])
@@ -163,7 +163,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(512))]
 
         #[test]
-        fn what_was_compressed_is_decoded(seed: u64, period in 1usize..100) {
+        fn a_compressed_page_is_decoded(seed: u64, period in 1usize..100) {
             let random = [pages::mixed(seed), pages::half_compressible(seed)];
             for page in random.into_iter().chain([repetitive(seed, period), periodic(seed, period)]) {
                 prop_assert!(ours(&compressed(&page)) == Some(page));
@@ -171,7 +171,7 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_block_is_decoded_or_refused_exactly_as_the_reference_does(
+        fn a_damaged_block_is_decoded_or_refused_as_by_the_reference(
             seed: u64, period in 1usize..100,
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
             cut in any::<prop::sample::Index>(), do_cut: bool
@@ -187,7 +187,7 @@ mod tests {
             if let Some(expected) = reference(&block) {
                 prop_assert!(ours(&block) == Some(expected));
             } else if let Some(page) = ours(&block) {
-                // The reference also refuses blocks that end too near a match; for us the checksum catches those.
+                // The reference also refuses blocks that end too near a match. Here, the checksum catches those.
                 prop_assert_eq!(page.len(), PAGE_SIZE);
             }
         }

@@ -1,9 +1,11 @@
-//! Random histories of a file store whose disk is late, fails and moves less than asked for, against a model.
+//! Random histories of a file store whose disk is late, fails and transfers less than requested, against a model.
 //!
-//! Before: a store in a file without a name in the directory for temporary files. After: each walk got the bytes it had
-//! put, or an outcome that the faults allow; nothing is under way any more, and the store is empty.
-//! Threads: several in each walk; a run of pages is one thread's at a time, as in the pager. Units: pages, blocks.
-//! Promise: what is late takes no real time. `BALLAST_WALKS` is the number of walks, `BALLAST_WALK` the first's seed.
+//! Before: a store in a file without a name in the directory for temporary files. After: each walk got the bytes that
+//! it had put, or an outcome that the faults allow; nothing is in flight, and the store is empty.
+//! Threads: several in each walk; a run of pages belongs to one thread at a time, as in the pager. Units: pages,
+//! blocks.
+//! Promise: injected delays take no real time. `BALLAST_WALKS` is the number of walks, `BALLAST_WALK` the seed of the
+//! first.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -27,18 +29,18 @@ const THREADS: u64 = 3;
 const STEPS: usize = 150;
 const EIO: i32 = 5;
 
-/// Which faults a walk has.
+/// The faults of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Disk {
     /// Reads are late. No block may be read more often than needed.
     Late,
-    /// All kinds, for less long than it takes to give a page up.
+    /// All kinds, for less time than it takes to give a page up.
     Flaky,
     /// Some blocks always fail. Only their pages may be lost.
     Bad,
 }
 
-/// The pages of a run, each with its content and handle while it is stored.
+/// The pages of a run, each with content and handle if it is stored.
 type Stored = Vec<Option<(u64, Handle)>>;
 
 struct Walk {
@@ -56,7 +58,7 @@ fn key(run: usize, page: usize) -> PageKey {
     RegionKey { vm: VmId([7; 16]), number: run as u32 }.page(PageIdx(page as u64))
 }
 
-/// The block of the file that has this page.
+/// The block of the file with this page.
 fn block_of(handle: Handle) -> u64 {
     handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
 }
@@ -80,7 +82,7 @@ impl Walk {
         })
     }
 
-    /// From now on reads of this page fail like this, or as those of its block always do, and are counted.
+    /// From now on, reads of this page have this fault, or the lasting one of its block, and are counted.
     fn fail(&self, handle: Handle, fault: Option<DiskFault>) {
         let always = self.bad.contains(&block_of(handle)).then_some(DiskFault::Errno(EIO));
         self.faults.fail_reads_of(block_of(handle), fault.or(always));
@@ -120,7 +122,6 @@ impl Walk {
         pages.iter().flatten().for_each(|(_, handle)| self.fail(*handle, None));
     }
 
-    /// What a get of a page came to.
     fn check(&self, (content, handle): (u64, Handle), outcome: GetOutcome, bytes: &[u8; PAGE_SIZE]) {
         match outcome {
             GetOutcome::Found => {
@@ -163,7 +164,7 @@ impl Walk {
 
     fn free(&self, run: usize, (page, stored): (usize, &mut Option<(u64, Handle)>)) {
         if let Some((_, handle)) = stored.take() {
-            // The next page may have the block before `free` returns.
+            // The next page may get the block before `free` returns.
             self.ended(handle).fetch_add(1, Ordering::Relaxed);
             self.store.free(key(run, page), handle);
         }
@@ -186,7 +187,7 @@ impl Walk {
                 pages.iter_mut().enumerate().skip(from).take(most).for_each(|page| self.free(run, page));
             }
             4 => {
-                // A read that never ends, of a page that is not wanted for as long.
+                // A read that never ends, of a page that is read for less time.
                 let page = random.index(pages.len());
                 if let Some((_, handle)) = pages[page] {
                     self.fail(handle, Some(DiskFault::Takes(Duration::MAX)));
@@ -201,7 +202,7 @@ impl Walk {
         }
     }
 
-    /// No fault is ordered any more: each page is found, or known to be lost, and then the store is empty.
+    /// Without faults, each page is found or known to be lost, and then the store is empty.
     fn end(&self) {
         let until = Instant::now() + Duration::from_mins(1);
         for (run, pages) in self.runs.iter().enumerate() {
@@ -213,7 +214,7 @@ impl Walk {
                     let outcome = self.store.get(key(run, page), handle, &mut out, context);
                     self.check((content, handle), outcome, &out);
                     assert!(Instant::now() < until, "block {} does not come", block_of(handle));
-                    // A read that had another fault may have brought the bytes of a bad block before.
+                    // An earlier read with another fault may have brought the bytes of a bad block.
                     let is_bad = self.bad.contains(&block_of(handle));
                     if outcome == if is_bad { GetOutcome::Corrupt } else { GetOutcome::Found } {
                         self.free(run, (page, stored));
@@ -255,7 +256,7 @@ fn whatever_a_disk_does_each_page_has_its_bytes_and_no_block_is_read_in_vain() {
         });
         walk.end();
         drop(walk);
-        // Those that this thread keeps, and those for reads that are begun, which any thread may have.
+        // The rings that this thread keeps, and those for asynchronous reads, which any thread may have.
         assert!(rings() <= 2 + 8 + THREADS as usize, "{} rings are left", rings());
     }
 }

@@ -1,6 +1,6 @@
 //! A private anonymous mapping: the memory of an ordinary program, which the kernel itself can swap out.
 //!
-//! Before: nothing. After: `bench` measures the kernel's swap on it, beside Ballast.
+//! Before: nothing. After: `doctor` and benches measure the kernel's swap on it.
 //! Threads: any; access is through atomics. Units: offsets are bytes from the start.
 //! Promise: 4 KiB pages only, and no Rust reference to plain memory inside.
 

@@ -1,12 +1,11 @@
 //! Files for direct I/O: created without a name, so that they end with their last descriptor.
 //!
 //! Before: an operator names a directory. After: `store` writes far pages into the file through `ring`.
-//! Units: bytes. Promise: an error names the directory and says what it cannot do. No caller waits for the close of a
-//! file, which on some file systems (FUSE) waits for a server: a [`DirectFile`] is closed on a thread of its own, and a
-//! descriptor from [`place_of`] closes at once everywhere.
+//! Units: bytes. Promise: an error names the directory and says what it cannot do. A descriptor from [`place_of`]
+//! closes at once, however long the disk hangs.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use ballast_base::Bytes;
@@ -54,40 +53,12 @@ pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// A file for direct I/O. The thread that drops it does not wait for the close.
-#[derive(Debug)]
-pub struct DirectFile(Option<OwnedFd>);
-
-impl From<OwnedFd> for DirectFile {
-    fn from(fd: OwnedFd) -> Self {
-        Self(Some(fd))
-    }
-}
-
-impl DirectFile {
-    /// Read from `offset` on, with no limit to the wait. Returns the number of bytes.
-    ///
-    /// # Errors
-    /// The disk fails, or `out` is not aligned.
-    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<usize> {
-        Ok(rustix::io::pread(self.as_fd(), out, offset)?)
-    }
-}
-
-impl AsFd for DirectFile {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_ref().expect("taken by drop alone").as_fd()
-    }
-}
-
-impl Drop for DirectFile {
-    fn drop(&mut self) {
-        let Some(fd) = self.0.take().map(IntoRawFd::into_raw_fd) else { return };
-        // SAFETY: the descriptor was ours a moment ago, and has no other owner.
-        let close = move || drop(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) });
-        // If no thread starts, the file stays open until this process ends: that costs less than an endless wait.
-        let _ = std::thread::Builder::new().name("close".into()).spawn(close);
-    }
+/// Read from `offset` on, with no limit to the wait. Returns the number of bytes.
+///
+/// # Errors
+/// The disk fails, or `out` is not aligned.
+pub fn read_at(fd: impl AsFd, offset: u64, out: &mut [u8]) -> io::Result<usize> {
+    Ok(rustix::io::pread(fd, out, offset)?)
 }
 
 /// Is this a regular file open without the page cache, for reading and writing, or (not `writable`) for reading only?

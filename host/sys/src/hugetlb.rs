@@ -105,74 +105,12 @@ pub fn lock_numbers(root: &Path, within: Duration) -> io::Result<Option<std::fs:
     }
 }
 
-/// More huge pages for the host's pool while this value lives, for tests and benches. Drop returns them.
-#[derive(Debug)]
-pub struct PoolLoan {
-    setting: &'static str,
-    pages: u64,
-}
-
-impl PoolLoan {
-    /// File with the number of pages that the pool has reserved.
-    const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-    /// File with the number of pages that the pool may take from the host beyond those.
-    const SURPLUS: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
-
-    /// Let the pool take `pages` more as they are touched. They return to the host as they are freed.
-    ///
-    /// # Errors
-    /// This user may not change the pool, or the kernel has no huge pages.
-    pub fn new(pages: u64) -> io::Result<Self> {
-        Self::of(Self::SURPLUS, pages)
-    }
-
-    /// Reserve `pages` more now. They return to the pool as they are freed, so that later touches find used memory.
-    ///
-    /// # Errors
-    /// As for [`Self::new`], or the host has fewer.
-    pub fn reserved(pages: u64) -> io::Result<Self> {
-        let loan = Self::of(Self::RESERVED, pages)?;
-        if loan.pages < pages {
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the host lacks {pages} huge pages")));
-        }
-        Ok(loan)
-    }
-
-    fn of(setting: &'static str, pages: u64) -> io::Result<Self> {
-        let pages = Self::change(setting, |now| now + pages)?;
-        Ok(Self { setting, pages })
-    }
-
-    fn read(setting: &str) -> io::Result<u64> {
-        std::fs::read_to_string(setting)?.trim().parse().map_err(io::Error::other)
-    }
-
-    /// Returns how much more it is now: the kernel reserves as many pages as it can.
-    fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<u64> {
-        // A user that may not change it is told so, not that there is a lock.
-        std::fs::File::options().write(true).open(setting)?;
-        // Several test programs may change it at once.
-        let _lock = lock_numbers(Path::new("/"), Duration::from_secs(60))?;
-        let before = Self::read(setting)?;
-        std::fs::write(setting, to(before).to_string())?;
-        Ok(Self::read(setting)?.saturating_sub(before))
-    }
-}
-
-impl Drop for PoolLoan {
-    fn drop(&mut self) {
-        if let Err(error) = Self::change(self.setting, |now| now.saturating_sub(self.pages)) {
-            eprintln!("Putting back {}: {error}", self.setting);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::memfd;
     use ballast_base::{Bytes, HUGE_SIZE};
-    use ballast_testkit::skip;
+    use ballast_testkit::{PoolLoan, skip};
     use std::sync::atomic::Ordering;
 
     #[test]

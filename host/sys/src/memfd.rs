@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE, PageCount};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, Invalid, PAGE_SIZE, PageCount};
 use rustix::fs::{FallocateFlags, FileType, MemfdFlags, SeekFrom};
 
 /// Create an empty shared memory file of `size` bytes. It is sparse: memory is used as pages are touched.
@@ -253,12 +253,12 @@ pub fn any_is_on_demand<F: AsFd>(files: impl IntoIterator<Item = F>) -> io::Resu
 ///
 /// # Errors
 /// The reason, as the end of a sentence that begins with the file.
-pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
+pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, Invalid> {
     let page = ram_page(fd).map_err(|error| format!("looking at its file: {error}"))?;
     let page = page.ok_or("its file is not shared memory (a memfd, or a file in a tmpfs or a hugetlbfs)")?;
     match [PAGE_SIZE as u64, HUGE_SIZE as u64, GIB].contains(&page.0) {
         true => Ok(page),
-        false => Err(format!("its pages are of {page}; pages of 4 KiB, 2 MiB and 1 GiB are managed")),
+        false => Err(format!("its pages are of {page}; pages of 4 KiB, 2 MiB and 1 GiB are managed").into()),
     }
 }
 
@@ -327,7 +327,7 @@ mod tests {
     fn a_device_in_a_tmpfs_is_no_ram_file() {
         let device = File::open("/dev/zero").expect("open");
         assert_eq!(ram_page(&device).expect("stat"), None);
-        assert!(check_ram_file(&device).expect_err("a device").contains("not shared memory"));
+        assert!(check_ram_file(&device).expect_err("a device").to_string().contains("not shared memory"));
         let fd = create("ballast-test", Bytes(PAGE_SIZE as u64)).expect("memfd");
         assert_eq!(ram_page(&fd).expect("stat"), Some(Bytes(PAGE_SIZE as u64)));
     }

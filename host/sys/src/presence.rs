@@ -36,14 +36,6 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
 
-/// This opening of the file no longer announces `name`.
-///
-/// # Errors
-/// The file has no locks.
-pub fn withdraw(file: impl AsFd, name: u64) -> io::Result<()> {
-    control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_UNLCK))
-}
-
 /// The same as [`announce`], after waiting until no process holds the name exclusively, for this long at most: a killed
 /// process holds it until its last thread has left the kernel.
 ///
@@ -80,35 +72,10 @@ pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
 /// # Errors
 /// The file has no locks.
 pub fn is_present(file: impl AsFd, name: u64) -> io::Result<bool> {
-    Ok(seen(file, name)? != Seen::Nothing)
-}
-
-/// A lock that other openings of a file have on a name's byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Seen {
-    Nothing,
-    Shared,
-    Exclusive,
-}
-
-/// The lock that another opening of the file has on this name.
-pub(crate) fn seen(file: impl AsFd, name: u64) -> io::Result<Seen> {
     // If a lock on all of the byte would be granted, no other process has one.
     let mut lock = lock_of(name, libc::F_WRLCK);
     control(file, libc::F_OFD_GETLK, &mut lock)?;
-    Ok(match libc::c_int::from(lock.l_type) {
-        libc::F_UNLCK => Seen::Nothing,
-        libc::F_RDLCK => Seen::Shared,
-        _ => Seen::Exclusive,
-    })
-}
-
-/// This opening locks all names, as a hostile user does.
-#[cfg(test)]
-pub(crate) fn lock_all(file: impl AsFd, kind: libc::c_int) -> io::Result<()> {
-    let mut lock = lock_of(0, kind);
-    lock.l_len = 0;
-    control(file, libc::F_OFD_SETLK, &mut lock)
+    Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)
 }
 
 #[cfg(test)]

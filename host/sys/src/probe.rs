@@ -47,164 +47,100 @@ const OPTIONAL: bool = false;
 
 /// Try everything.
 pub fn probe() -> Vec<Feature> {
+    let mut found = of_pages();
+    found.extend(of_host());
+    found
+}
+
+fn row(
+    (name, since, required): (&'static str, &'static str, bool),
+    (present, detail): Finding,
+    without: &'static str,
+) -> Feature {
+    Feature { name, present, since, without, required, detail }
+}
+
+/// What a page's journey uses.
+fn of_pages() -> Vec<Feature> {
     let offered = Uffd::probe_features();
-    let bit = |bit: u64| match &offered {
-        Ok(features) if features & bit == bit => yes(""),
+    let poison = match &offered {
+        Ok(features) if features & feature::POISON != 0 => yes(""),
         Ok(_) => no("the kernel does not offer it"),
         Err(error) => unknown(format!("no userfaultfd: {error}")),
     };
-    let mut found = Vec::with_capacity(32);
-    let mut add = |name, required, since, (present, detail): Finding, without| {
-        found.push(Feature { name, present, since, without, required, detail });
-    };
-    // Required for a page's journey.
-    add("userfaultfd", REQUIRED, "Linux 4.3", kernel::userfaultfd(&offered), "no VM can be managed");
-    add(
-        "userfaultfd missing faults on shmem",
-        REQUIRED,
-        "Linux 4.11",
-        bit(feature::MISSING_SHMEM),
-        "far pages cannot be restored",
-    );
-    add(
-        "userfaultfd minor faults on shmem",
-        REQUIRED,
-        "Linux 5.14",
-        bit(feature::MINOR_SHMEM),
-        "no quarantine, so nothing can be reclaimed safely",
-    );
-    add("userfaultfd thread id", REQUIRED, "Linux 4.14", bit(feature::THREAD_ID), "stall cannot be told per vCPU");
-    add("memfd_create", REQUIRED, "Linux 3.17", kernel::memfd_create(), "no guest RAM and no shared state");
-    add("punch a hole in a memfd", REQUIRED, "Linux 3.5", kernel::punch(), "memory cannot go back to the host");
-    add("SEEK_DATA on a memfd", REQUIRED, "Linux 3.8", kernel::seek_data(), "resident pages cannot be counted");
-    add(
-        "zap, minor fault, continue",
-        REQUIRED,
-        "Linux 5.14",
-        kernel::minor_round_trip(),
-        "a quarantined page cannot be mapped again",
-    );
-    // Improvements.
-    add(
-        "userfaultfd poison",
-        OPTIONAL,
-        "Linux 6.6",
-        bit(feature::POISON),
-        "a guest that touches a page its store has lost cannot be given a memory error",
-    );
-    add(
-        "/dev/userfaultfd",
-        OPTIONAL,
-        "Linux 6.1",
-        host::device("/dev/userfaultfd"),
-        "VMMs not run as root need CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1: the keeper has none to pass",
-    );
-    add(
-        "vm.unprivileged_userfaultfd",
-        OPTIONAL,
-        "Linux 5.2",
-        host::setting("/proc/sys/vm/unprivileged_userfaultfd"),
-        "nothing is lost where there is /dev/userfaultfd: the keeper passes it to VMMs not run as root",
-    );
-    add(
-        "MADV_COLLAPSE on shmem",
-        OPTIONAL,
-        "Linux 6.1",
-        kernel::collapse(),
-        "no huge pages after a 4 KiB reclaim; tracking is slower",
-    );
-    add(
-        "collapse spares holes under userfaultfd",
-        OPTIONAL,
-        "Linux 6.4",
-        kernel::collapse_spares_holes(),
-        "far pages could be replaced by zeros: huge pages must stay off for guest RAM",
-    );
-    add(
-        "process_madvise(MADV_COLLAPSE)",
-        OPTIONAL,
-        "Linux 6.1",
-        kernel::process_collapse(),
-        "no huge pages after a 4 KiB reclaim",
-    );
-    add(
-        "khugepaged spares guest RAM",
-        REQUIRED,
-        "Linux 6.4, or by its settings",
-        khugepaged::finding(),
-        "VMs are held at full size: zeros could take the place of far pages",
-    );
-    add(
-        "huge pages for a memfd",
-        OPTIONAL,
-        "Linux 4.8, and its settings",
-        khugepaged::huge_memfds(),
-        "guest RAM is in pages of 4 KiB: it is slower to read than the huge pages of private memory",
-    );
-    add(
-        "pidfd",
-        REQUIRED,
-        "Linux 5.3",
-        kernel::pidfd(),
-        "an engine that dies is not seen: ballastd does not start one",
-    );
-    add("/proc/PID/pagemap", OPTIONAL, "Linux 2.6.25", kernel::pagemap(), "mapped pages cannot be checked");
-    add(
-        "PAGEMAP_SCAN",
-        OPTIONAL,
-        "Linux 6.7",
-        kernel::pagemap_scan(),
-        "it is unknown which memory was mapped huge: it stays in 4 KiB pages once reclaimed",
-    );
-    add("io_uring", OPTIONAL, "Linux 5.1", kernel::io_uring(), "no file store");
-    add(
-        "pin check by BPF",
-        OPTIONAL,
-        "Linux 6.10",
-        kernel::pin_check(),
-        "it is unknown whether a device or a system call holds a page, and only time can exclude it: a VM whose VMM \
-         may pin memory (any QEMU) is held to its limit more slowly",
-    );
-    add(
-        "pressure stall information",
-        OPTIONAL,
-        "Linux 4.20",
-        host::readable("/proc/pressure/memory"),
-        "host pressure cannot be seen",
-    );
-    add("DAMON", OPTIONAL, "Linux 5.18", host::damon(), "nothing is lost: tracking does not use it");
-    // The environment.
-    add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");
-    add(
-        "cgroup version 2",
-        OPTIONAL,
-        "Linux 4.5",
-        host::cgroup(),
-        "guest RAM is charged to the cgroup that touches it first",
-    );
-    add(
-        "huge page pool",
-        OPTIONAL,
-        "Linux 2.6",
-        host::huge_pool(),
-        "nothing is lost: `ballast pool` reserves its own, and guests of ordinary memory need none",
-    );
-    add(
-        "swap",
-        OPTIONAL,
-        "",
-        host::swap(),
-        "VMs that run already cannot be adopted with a limit; in use, the kernel also pages out guest RAM by itself",
-    );
-    add("open files limit", OPTIONAL, "", host::open_files(), "fewer VMs: each uses about 10 descriptors");
-    add(
-        "vm.max_map_count",
-        OPTIONAL,
-        "",
-        host::max_map_count(),
-        "a VM whose RAM is registered in many pieces may be refused more",
-    );
-    found
+    vec![
+        row(("userfaultfd", "Linux 4.3", REQUIRED), kernel::userfaultfd(&offered), "no VM can be managed"),
+        row(
+            ("zap, minor fault, continue", "Linux 5.14", REQUIRED),
+            kernel::minor_round_trip(),
+            "no quarantine, so nothing can be reclaimed safely",
+        ),
+        row(
+            ("userfaultfd poison", "Linux 6.6", OPTIONAL),
+            poison,
+            "a guest that touches a page its store has lost cannot be given a memory error",
+        ),
+        row(
+            ("/dev/userfaultfd", "Linux 6.1", OPTIONAL),
+            host::device("/dev/userfaultfd"),
+            "VMMs not run as root need CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1: the keeper has none to pass",
+        ),
+        row(
+            ("process_madvise(MADV_COLLAPSE)", "Linux 6.1", OPTIONAL),
+            kernel::process_collapse(),
+            "no huge pages after a 4 KiB reclaim; tracking is slower",
+        ),
+        row(
+            ("khugepaged spares guest RAM", "Linux 6.4, or by its settings", REQUIRED),
+            khugepaged::finding(),
+            "VMs are held at full size: zeros could take the place of far pages",
+        ),
+        row(
+            ("huge pages for a memfd", "Linux 4.8, and its settings", OPTIONAL),
+            khugepaged::huge_memfds(),
+            "guest RAM is in pages of 4 KiB: it is slower to read than the huge pages of private memory",
+        ),
+        row(
+            ("PAGEMAP_SCAN", "Linux 6.7", OPTIONAL),
+            kernel::pagemap_scan(),
+            "it is unknown which memory was mapped huge: it stays in 4 KiB pages once reclaimed",
+        ),
+        row(("io_uring", "Linux 5.1", OPTIONAL), kernel::io_uring(), "no file store"),
+        row(
+            ("pin check by BPF", "Linux 6.10", OPTIONAL),
+            kernel::pin_check(),
+            "it is unknown whether a device or a system call holds a page, and only time can exclude it: a VM whose \
+             VMM may pin memory (any QEMU) is held to its limit more slowly",
+        ),
+    ]
+}
+
+/// The host around.
+fn of_host() -> Vec<Feature> {
+    vec![
+        row(
+            ("pressure stall information", "Linux 4.20", OPTIONAL),
+            host::readable("/proc/pressure/memory"),
+            "host pressure cannot be seen",
+        ),
+        row(("KVM", "Linux 2.6.20", OPTIONAL), host::kvm(), "QEMU emulates (TCG), and guests are slow"),
+        row(
+            ("cgroup version 2", "Linux 4.5", OPTIONAL),
+            host::cgroup(),
+            "guest RAM is charged to the cgroup that touches it first",
+        ),
+        row(
+            ("swap", "", OPTIONAL),
+            host::swap(),
+            "VMs that run already cannot be adopted with a limit; in use, the kernel also pages out guest RAM",
+        ),
+        row(("open files limit", "", OPTIONAL), host::open_files(), "fewer VMs: each uses about 10 descriptors"),
+        row(
+            ("vm.max_map_count", "", OPTIONAL),
+            host::max_map_count(),
+            "a VM whose RAM is registered in many pieces may be refused more",
+        ),
+    ]
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::direct::DirectFile;
+use crate::slow_fd::SlowFd;
 
 /// Page-aligned memory, as direct I/O needs it.
 #[derive(Debug)]
@@ -80,7 +80,7 @@ pub enum Direction {
 #[derive(Debug)]
 pub struct Transfer {
     /// The file.
-    pub file: Arc<DirectFile>,
+    pub file: Arc<SlowFd>,
     /// Its direction.
     pub direction: Direction,
     /// Offset in the file of `buffer[0]`.
@@ -311,7 +311,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
-    fn transfer(file: &Arc<DirectFile>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
+    fn transfer(file: &Arc<SlowFd>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
         let mut buffer = Buffer::new(4096).expect("memory");
         buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
         Transfer { file: Arc::clone(file), direction, offset, buffer, done: 0, end: bytes.len() }

@@ -153,12 +153,8 @@ impl Uffd {
         self.ioctl(UFFDIO_WAKE, &mut RangeArg { start: start.0, len })
     }
 
-    /// Put `bytes` into the file at this hole and map the page, in one step; wake the waiters.
-    pub fn copy_page(&self, dst: Hva, bytes: &[u8; PAGE_SIZE]) -> io::Result<FillOutcome> {
-        self.copy(dst, bytes)
-    }
-
-    /// The same with one page of the file's page size: a base page, or a huge page.
+    /// Put `bytes` into the file at this hole and map the page, in one step; wake the waiters. It is one page of the
+    /// file's page size: a base page, or a huge page.
     pub fn copy(&self, dst: Hva, bytes: &[u8]) -> io::Result<FillOutcome> {
         let mut arg = CopyArg { dst: dst.0, src: bytes.as_ptr() as u64, len: bytes.len() as u64, mode: 0, copied: 0 };
         let answer = self.ioctl(UFFDIO_COPY, &mut arg);
@@ -387,10 +383,10 @@ mod tests {
             assert_eq!((fault.addr.0, fault.kind), (map.addr() as u64 + 3 * 4096, FaultKind::Missing));
             assert_ne!(fault.thread, 0);
             assert_eq!(uffd.unanswered().expect("fdinfo"), 1);
-            assert_eq!(uffd.copy_page(fault.addr, &[0xAB; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
+            assert_eq!(uffd.copy(fault.addr, &[0xAB; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
             assert_eq!(reader.join().expect("reader"), 0xABAB_ABAB_ABAB_ABAB);
             assert_eq!(uffd.unanswered().expect("fdinfo"), 0);
-            assert_eq!(uffd.copy_page(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
+            assert_eq!(uffd.copy(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
         });
     }
 
@@ -415,7 +411,7 @@ mod tests {
     fn copy_pages_fills_up_to_the_first_page_that_is_there() {
         let Some((_fd, map, uffd)) = setup() else { return };
         let addr = Hva(map.addr() as u64);
-        assert_eq!(uffd.copy_page(addr + 2 * 4096, &[9; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
+        assert_eq!(uffd.copy(addr + 2 * 4096, &[9; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
         let pages = [[5; PAGE_SIZE]; 4];
         assert_eq!(uffd.copy_pages(addr, &pages).expect("copy").0, 2);
         assert_eq!(uffd.copy_pages(addr + 2 * 4096, &pages[2..]).expect("copy"), (0, FillOutcome::AlreadyThere));

@@ -38,9 +38,6 @@ pub(crate) fn restored(stat: &VmStat) -> u64 {
     stat.faults.restored_pages + stat.reclaim.prefetched_pages
 }
 
-/// The figures of one guest.
-pub(crate) type Figures = Vec<(String, f64)>;
-
 /// Longest time of a step of an emulated guest on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
@@ -49,7 +46,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 pub(crate) fn words_before(run: Option<(&Bench, &str, &[&str])>) -> Result<Vec<String>> {
     let path = |path: &Path| path.to_string_lossy().into_owned();
     let own = path(&std::env::current_exe().context("Finding this program's own file")?);
-    let role = serde_json::to_string(&Role::Become { procs: None })?;
+    let role = serde_json::to_string(&Role::Become)?;
     let mut words = vec![own, ROLE_COMMAND.to_owned(), role, "--".to_owned()];
     if let Some((bench, name, options)) = run {
         let ballast = path(&program::find("ballast").context("Finding what starts QEMU")?);
@@ -68,27 +65,11 @@ pub(crate) struct Booted {
 
 impl Booted {
     /// Boots a guest that runs a command and ends with this process.
-    pub(crate) fn new(bench: &mut Bench, memory: Bytes, options: &[&str], command: &str) -> Result<Self> {
-        Self::with_disks(bench, memory, &[], options, command)
-    }
-
-    /// The same with these files as disks.
-    pub(crate) fn with_disks(
-        bench: &mut Bench,
-        memory: Bytes,
-        disks: &[&Path],
-        options: &[&str],
-        command: &str,
-    ) -> Result<Self> {
+    pub(crate) fn new(bench: &mut Bench, command: &str) -> Result<Self> {
         let name = bench.vm_name();
-        let prefix = words_before(Some((bench, &name, &[&["--agent"], options].concat())))?;
-        // Two tiers are two backends of QEMU's, which `ballast run` makes.
-        let shared = !options.contains(&"--tiers");
-        let builder =
-            QemuGuest::builder().name("bench").memory(memory).shared_memory(shared).image(Image::find_with_agent()?);
-        let drive = |disk: &&Path| ["-drive".into(), format!("file={},format=raw,if=virtio", disk.display())];
-        let disks: Vec<String> = disks.iter().flat_map(drive).collect();
-        let mut guest = builder.prefix(prefix).extra_args(disks).run(command).spawn()?;
+        let prefix = words_before(Some((bench, &name, &["--agent"])))?;
+        let builder = QemuGuest::builder().name("bench").memory(MEMORY).image(Image::find_with_agent()?);
+        let mut guest = builder.prefix(prefix).run(command).spawn()?;
         guest.wait_ready(TIMEOUT)?;
         bench.daemon.wait_for_vm(&name)?;
         Ok(Self { guest, name })

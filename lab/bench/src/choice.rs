@@ -4,25 +4,20 @@
 //! were restored within 10 s, and how much memory can be taken while few pages are restored.
 //! Threads: the bench's one. Units: in every key. Promise: the guest compares all its bytes at the end.
 
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_api::{NodeBalloon, VmPatch, VmStat};
-use ballast_base::{KIB, MIB, PAGE_SIZE};
-use ballast_testvm::qemu::load::{self, Dataset, Mix};
+use ballast_api::VmStat;
+use ballast_base::{MIB, PAGE_SIZE};
 
-use crate::booted::{Booted, COUNTED, Figures, MEMORY, SETTLES, TAKEN, TIMEOUT, mib, percent, restored};
+use crate::booted::{Booted, COUNTED, SETTLES, TAKEN, TIMEOUT, mib, percent, restored};
 use crate::options::Part;
 use crate::rig::Bench;
 use crate::stats::mean;
 
 /// The key of the memory that can be taken.
 pub(crate) const RECLAIMED: &str = "reclaimed_mib";
-/// Memory that the balloon is asked for.
-const BALLOON: u64 = 32 * MIB;
-/// Data of Redis, and of the programs of `tier-guest`.
-const VALUE: u64 = 4 * KIB;
+/// Data of a program of `tier-guest`.
 const DATA: u64 = 128 * MIB;
 /// Most restored pages a second while memory is taken: a twentieth of the pages that a program here goes through. If a
 /// far page costs a program as long as its work on a page, that is 5 % of its time. Stall is no measure: a pass takes a
@@ -34,123 +29,47 @@ const RETURN: Duration = Duration::from_secs(70);
 const STEP: Duration = Duration::from_secs(5);
 const STEPS: u32 = 28;
 
-/// What runs in the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Load {
-    /// Files that are read every second, every 15 s and never (`agent-load`).
-    Files,
-    /// Redis, a tenth of whose keys has nine tenths of the accesses (`redis-load`).
-    Redis,
-    /// memcached, the same, with a client in the guest (`program-load`, as those that follow).
-    Memcached,
-    /// Breadth-first searches of a road network, a minute each.
-    Bfs,
-    /// k-means, a minute for each pass.
-    Kmeans,
-    /// GCC's compiler, one file again and again.
-    Compiler,
-}
-
-impl Load {
-    pub(crate) const ALL: [Self; 6] =
-        [Self::Files, Self::Redis, Self::Memcached, Self::Bfs, Self::Kmeans, Self::Compiler];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Files => "files",
-            Self::Redis => "redis",
-            Self::Memcached => "memcached",
-            Self::Bfs => "bfs",
-            Self::Kmeans => "kmeans",
-            Self::Compiler => "compiler",
-        }
-    }
-
-    pub(crate) fn part(self) -> Part {
-        match self {
-            Self::Files => Part::Files,
-            Self::Redis => Part::Redis,
-            Self::Memcached => Part::Memcached,
-            Self::Bfs => Part::Bfs,
-            Self::Kmeans => Part::Kmeans,
-            Self::Compiler => Part::Compiler,
-        }
-    }
-
+/// A program in the guest (`program-load`).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Load {
+    pub(crate) part: Part,
+    pub(crate) name: &'static str,
     /// Time in which agent and host learn what is hot: of a program that is paced, some of its passes.
-    fn settles(self) -> Duration {
-        match self {
-            Self::Bfs | Self::Kmeans | Self::Compiler => SETTLES * 3,
-            Self::Files | Self::Redis | Self::Memcached => SETTLES,
-        }
-    }
-
-    fn command(self) -> String {
-        match self {
-            Self::Files => "agent-load".into(),
-            Self::Redis => "redis-load".into(),
-            program => format!("program-load {} {}", program.name(), DATA / MIB),
-        }
-    }
+    settles: Duration,
+    /// It says how long its requests took.
+    has_requests: bool,
 }
 
-/// The program in the guest, and for Redis its data.
-struct Work {
-    address: SocketAddr,
-    redis: Option<Dataset>,
-}
-
-impl Work {
-    /// Lets it work for this time; the clients of Redis are here.
-    fn run(&mut self, time: Duration) -> Result<()> {
-        let Some(data) = &mut self.redis else {
-            std::thread::sleep(time);
-            return Ok(());
-        };
-        let done = load::throughput(self.address, data, &Mix { duration: time, ..Mix::default() })?;
-        let wrong = done.reads.wrong + done.reads.missing;
-        ensure!(wrong == 0, "WRONG DATA: {wrong} values of Redis: {:?}", done.reads.first_wrong);
-        Ok(())
-    }
-}
+/// memcached, a tenth of whose keys has nine tenths of the accesses; k-means, a minute for each pass; GCC's compiler,
+/// one file again and again.
+pub(crate) const LOADS: [Load; 3] = [
+    Load { part: Part::Memcached, name: "memcached", settles: SETTLES, has_requests: true },
+    Load { part: Part::Kmeans, name: "kmeans", settles: SETTLES.saturating_mul(3), has_requests: false },
+    Load { part: Part::Compiler, name: "compiler", settles: SETTLES.saturating_mul(3), has_requests: false },
+];
 
 /// Measures one side in a guest of its own.
-pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Figures> {
-    let by_agent = side == "agent";
-    let alone = if by_agent { "" } else { " alone" };
-    let mut vm = Booted::new(bench, MEMORY, &[], &format!("{}{alone}", load.command()))?;
+pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Vec<(String, f64)>> {
+    let alone = if side == "agent" { "" } else { " alone" };
+    let mut vm = Booted::new(bench, &format!("program-load {} {}{alone}", load.name, DATA / MIB))?;
     vm.expect("filled")?;
-    let mut work = Work { address: vm.guest.redis_addr(), redis: None };
-    if load == Load::Redis {
-        let data = Dataset::new((DATA / VALUE) as usize, VALUE as usize, 1);
-        load::load(work.address, &data)?;
-        work.redis = Some(data);
-    }
-    work.run(load.settles())?;
-    let mut figures = wrong_choices(bench, &vm, &mut work, side)?;
-    if !bench.options.choices {
-        figures.extend(most(bench, &mut vm, &mut work, load, side)?);
-    }
+    bench.daemon.api().set_track(&vm.name, side == "host")?;
+    std::thread::sleep(load.settles);
+    let mut figures = wrong_choices(bench, &vm, side)?;
+    figures.extend(most(bench, &mut vm, load, side)?);
     bench.daemon.api().set_limit(&vm.name, None)?;
-    if by_agent {
-        figures.push(("balloon_error_pct".into(), balloon(bench, &vm)?));
-    }
-    if let Some(data) = &work.redis {
-        let read = load::verify(work.address, data)?;
-        ensure!(read.verified == data.keys(), "WRONG DATA: {} bytes of Redis", read.bytes_lost);
-    }
     vm.end(bench)?;
     Ok(figures)
 }
 
 /// The limit takes memory at once; how much of that is back soon?
-fn wrong_choices(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figures> {
+fn wrong_choices(bench: &Bench, vm: &Booted, side: &str) -> Result<Vec<(String, f64)>> {
     let tracked = |bench: &Bench| bench.daemon.api().heat(&vm.name, 1);
     let (before, heat) = (vm.stat(bench)?, tracked(bench)?);
     let began = Instant::now();
     let limit = before.resident_bytes.saturating_sub(TAKEN);
     bench.daemon.api().set_limit(&vm.name, Some(limit))?;
-    work.run(COUNTED)?;
+    std::thread::sleep(COUNTED);
     let after = vm.stat(bench)?;
     let lasted_us = began.elapsed().as_micros() as f64;
     let agent = |stat: &VmStat| stat.agent.clone().context("the guest has the port of an agent");
@@ -185,11 +104,11 @@ fn wrong_choices(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Res
 }
 
 /// The limit falls step by step while few pages are restored, and rises when there are more.
-fn most(bench: &Bench, vm: &mut Booted, work: &mut Work, load: Load, side: &str) -> Result<Figures> {
+fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(String, f64)>> {
     bench.daemon.api().set_limit(&vm.name, None)?;
-    work.run(RETURN / 2)?;
+    std::thread::sleep(RETURN / 2);
     requests(vm, load)?;
-    work.run(RETURN / 2)?;
+    std::thread::sleep(RETURN / 2);
     let without = requests(vm, load)?;
     let first = vm.stat(bench)?;
     let mut limit = first.resident_bytes;
@@ -199,7 +118,7 @@ fn most(bench: &Bench, vm: &mut Booted, work: &mut Work, load: Load, side: &str)
         if step == STEPS / 2 {
             requests(vm, load)?;
         }
-        work.run(STEP)?;
+        std::thread::sleep(STEP);
         let (now, at) = (vm.stat(bench)?, Instant::now());
         let (was, began) = &steps[steps.len() - 1];
         let rate = (restored(&now) - restored(was)) as f64 / (at - *began).as_secs_f64();
@@ -246,7 +165,7 @@ fn most(bench: &Bench, vm: &mut Booted, work: &mut Work, load: Load, side: &str)
 
 /// How long the requests took that a program of the guest has served since it was last asked: three percentiles in us.
 fn requests(vm: &mut Booted, load: Load) -> Result<Option<[f64; 3]>> {
-    if load != Load::Memcached {
+    if !load.has_requests {
         return Ok(None);
     }
     vm.guest.tell("requests")?;
@@ -254,20 +173,4 @@ fn requests(vm: &mut Booted, load: Load) -> Result<Option<[f64; 3]>> {
     let words: Vec<f64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     let [_, p50, p95, p99] = words[..] else { bail!("the guest says {said:?} of its requests") };
     Ok(Some([p50, p95, p99]))
-}
-
-/// Has the agent hold memory; returns by how much it misses, in percent.
-fn balloon(bench: &Bench, vm: &Booted) -> Result<f64> {
-    let patch = |bytes| VmPatch { balloon: Some(NodeBalloon { node: 0, bytes }), ..VmPatch::default() };
-    bench.daemon.api().patch_vm(&vm.name, &patch(BALLOON))?;
-    let held = || -> Result<u64> {
-        Ok(vm.stat(bench)?.agent.and_then(|agent| Some(agent.nodes.first()?.balloon_bytes)).unwrap_or(0))
-    };
-    let began = Instant::now();
-    while held()? != BALLOON && began.elapsed() < Duration::from_secs(30) {
-        std::thread::sleep(Duration::from_millis(200));
-    }
-    let error = percent(held()?.abs_diff(BALLOON), BALLOON);
-    bench.daemon.api().patch_vm(&vm.name, &patch(0))?;
-    Ok(error)
 }

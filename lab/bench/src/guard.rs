@@ -6,12 +6,11 @@
 //! Threads: one. Promise: interrupt, termination and hang-up do not end it; it names a setting that it cannot restore
 //! on standard error.
 
-use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::Bytes;
-use ballast_sys::hugetlb::PoolLoan;
+use ballast_testkit::PoolLoan;
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -19,7 +18,7 @@ use crate::cgroup::{self, Cgroup};
 use crate::end_pool::end_pool;
 use crate::helper::obey;
 use crate::order::{Answer, Order, Role};
-use crate::setting::{Setting, read, warn};
+use crate::setting::warn;
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
 
@@ -78,7 +77,6 @@ impl Undo for Cgroup {}
 impl Undo for Swap {}
 impl Undo for SwapFile {}
 impl Undo for Pool {}
-impl Undo for Option<Setting> {}
 
 /// Play the guard.
 pub(crate) fn run() -> Result<()> {
@@ -100,7 +98,6 @@ pub(crate) fn run() -> Result<()> {
                 let path = swap.path().to_owned();
                 (Box::new(swap), Answer::Path(path))
             }
-            Order::InOneGo(file, pages) => return in_one_go(&file, pages),
             Order::HugePages(pages) => {
                 loans.push(PoolLoan::reserved(pages).context("Raising nr_hugepages")?);
                 return Ok(Answer::Done);
@@ -110,7 +107,6 @@ pub(crate) fn run() -> Result<()> {
                 return Ok(Answer::Done);
             }
             Order::EndPool { dir, keeper } => (Box::new(Pool { dir, keeper: Process::open(keeper)? }), Answer::Done),
-            Order::Set(path, value) => (Box::new(Setting::change(path, &value)?), Answer::Done),
             Order::Cgroup(name) => {
                 let cgroup = Cgroup::new(&name)?;
                 let path = cgroup.path().to_owned();
@@ -126,19 +122,6 @@ pub(crate) fn run() -> Result<()> {
     loans.clear();
     while made.pop().is_some() {}
     result
-}
-
-/// Have a number of huge pages grow by one write, and put it back.
-fn in_one_go(file: &Path, pages: u64) -> Result<Answer> {
-    let count = || read(file)?.trim().parse::<u64>().with_context(|| format!("Reading {}", file.display()));
-    let before = count()?;
-    let setting = Setting::changed(file.into(), before.to_string());
-    let start = Instant::now();
-    std::fs::write(file, (before + pages).to_string()).with_context(|| format!("Writing {}", file.display()))?;
-    let ns = start.elapsed().as_nanos() as u64;
-    let got = count()?.saturating_sub(before);
-    drop(setting);
-    Ok(Answer::Got { pages: got, ns })
 }
 
 /// The bench's handle to the guard.
@@ -170,14 +153,6 @@ impl Guard {
         self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
     }
 
-    /// How many of these huge pages the kernel finds by one write to this file, and how long that takes, in seconds.
-    pub fn in_one_go(&mut self, file: &str, pages: u64) -> Result<(u64, f64)> {
-        match self.worker.ask(&Order::InOneGo(file.into(), pages))? {
-            Answer::Got { pages, ns } => Ok((pages, ns as f64 / 1e9)),
-            other => bail!("the guard replies {other:?}"),
-        }
-    }
-
     /// Add huge pages to the host's pool, until the guard ends.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
@@ -191,11 +166,6 @@ impl Guard {
     /// Have the guard return the memory of a daemon's pool when it ends; it kills the daemon before that.
     pub fn end_pool(&mut self, dir: PathBuf, keeper: u32) -> Result<()> {
         self.worker.ask(&Order::EndPool { dir, keeper }).map(drop)
-    }
-
-    /// Give a file of the kernel's this value, until the guard ends.
-    pub fn set(&mut self, file: &str, value: &str) -> Result<()> {
-        self.worker.ask(&Order::Set(file.into(), value.into())).map(drop)
     }
 
     /// Have the guard kill a process when it ends, if it still runs then.

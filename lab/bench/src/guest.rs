@@ -1,6 +1,6 @@
-//! A guest in a helper process: a thread, a KVM virtual CPU or QEMU, which take the same orders.
+//! A guest in a helper process: a thread or a KVM virtual CPU, which take the same orders.
 //!
-//! Before: `role` gives orders. After: `native`, `vcpu` or `qemu` has carried them out.
+//! Before: `role` gives orders. After: `native` or `vcpu` has carried them out.
 //! Threads: this one. Units: pages. Promise: an order that the kind of guest cannot carry out is an error;
 //! [`Order::Touch`] touches only pages that are out, and every kind counts wrong bytes.
 
@@ -10,14 +10,12 @@ use crate::cpu;
 use crate::native::Native;
 use crate::order::{Answer, GuestConfig, GuestKind, Order};
 use crate::pager::{enter, own_file};
-use crate::qemu::Vmm;
 use crate::vcpu::Vcpu;
 
 enum Body {
     Empty,
     Native(Native),
     Vcpu(Vcpu),
-    Qemu(Vmm),
 }
 
 /// A guest.
@@ -28,9 +26,7 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn new(config: GuestConfig) -> Result<Self> {
-        if config.kind != GuestKind::Qemu {
-            enter(&config.backing)?;
-        }
+        enter(&config.backing)?;
         Ok(Self { config, body: Body::Empty })
     }
 
@@ -44,40 +40,28 @@ impl Guest {
             }
             (Order::Storm, Body::Native(native)) => native.start_storm().map(|()| Answer::Done),
             (Order::Pause, Body::Native(native)) => native.pause(),
-            (Order::Serve { hot, ms }, Body::Native(native)) => native.serve(hot, ms),
             (Order::Verify, Body::Native(native)) => native.verify(&self.config).map(|()| Answer::Done),
             (Order::PageOut, Body::Vcpu(vcpu)) => vcpu.page_out(self.config.pages).map(Answer::Out),
             (Order::Touch { .. }, Body::Vcpu(vcpu)) => vcpu.touch().map(Answer::Touched),
             (Order::Verify, Body::Vcpu(_)) => Ok(Answer::Done),
-            (Order::Hold, Body::Qemu(vmm)) => vmm.hold().map(|()| Answer::Done),
-            (Order::PageOut, Body::Qemu(vmm)) => vmm.page_out().map(Answer::Out),
-            (Order::Touch { seed, .. }, Body::Qemu(vmm)) => vmm.touch(seed).map(Answer::Touched),
-            (Order::Work { zipf, ms }, Body::Qemu(vmm)) => vmm.work(zipf, ms),
-            (Order::Verify, Body::Qemu(vmm)) => vmm.verify().map(|()| Answer::Done),
             (order, _) => bail!("this guest cannot do {order:?} now"),
         }
     }
 
     fn fill(&mut self) -> Result<Answer> {
-        let config = &self.config;
-        match config.kind {
-            GuestKind::Native => {}
+        let (body, ram) = match self.config.kind {
+            GuestKind::Native => {
+                let native = Native::filled(&self.config)?;
+                let ram = native.file();
+                (Body::Native(native), ram)
+            }
             GuestKind::Kvm => {
-                let vcpu = Vcpu::start(config)?;
+                let vcpu = Vcpu::start(&self.config)?;
                 let ram = Some(own_file(vcpu.ram()));
-                self.body = Body::Vcpu(vcpu);
-                return Ok(Answer::Filled { ram, vmm: None });
+                (Body::Vcpu(vcpu), ram)
             }
-            GuestKind::Qemu => {
-                let vmm = Vmm::start(config)?;
-                let filled = Answer::Filled { ram: Some(vmm.ram().to_owned()), vmm: Some(vmm.pid()) };
-                self.body = Body::Qemu(vmm);
-                return Ok(filled);
-            }
-        }
-        let native = Native::filled(config)?;
-        let ram = native.file();
-        self.body = Body::Native(native);
-        Ok(Answer::Filled { ram, vmm: None })
+        };
+        self.body = body;
+        Ok(Answer::Filled { ram })
     }
 }

@@ -23,12 +23,12 @@ use ballast_base::Bytes;
 use ballast_testvm::{Spec, Workload};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::cpu;
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::stats::median;
 use crate::worker::Worker;
-use crate::{cpu, idle_qemu};
 
 /// The phases in which one VM more is attached.
 const FIRST_ATTACHED: usize = 2;
@@ -37,20 +37,12 @@ const BOTH_ATTACHED: usize = 3;
 const SETTLE: usize = 2;
 
 /// A VM that is stopped except in its turn.
-pub(crate) struct Contestant(Worker);
+struct Contestant(Worker);
 
 impl Contestant {
     /// Start it, and fill its memory.
-    pub(crate) fn start(config: WorkloadConfig) -> Result<Self> {
-        Self::attached(config, false)
-    }
-
-    /// The same; `now`: it is attached before it is filled.
-    pub(crate) fn attached(config: WorkloadConfig, now: bool) -> Result<Self> {
+    fn start(config: WorkloadConfig) -> Result<Self> {
         let mut worker = Worker::start(&Role::Workload(config))?;
-        if now {
-            worker.ask(&Order::Attach)?;
-        }
         worker.ask(&Order::Fill)?;
         let contestant = Self(worker);
         contestant.signal(Signal::STOP)?;
@@ -63,7 +55,7 @@ impl Contestant {
     }
 
     /// Continue, obey one order, and stop again.
-    pub(crate) fn turn(&mut self, order: &Order) -> Result<Answer> {
+    fn turn(&mut self, order: &Order) -> Result<Answer> {
         self.signal(Signal::CONT)?;
         let answer = self.0.ask(order);
         self.signal(Signal::STOP)?;
@@ -71,7 +63,7 @@ impl Contestant {
     }
 
     /// Operations per second, and per second of CPU time.
-    pub(crate) fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
+    fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
         let Answer::Sliced { ops, wall_us, cpu_us } = self.turn(&Order::Slice { ms })? else { bail!("a VM stands") };
         Ok([ops as f64 * 1e6 / wall_us, ops as f64 * 1e6 / cpu_us])
     }
@@ -102,7 +94,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
     let mut start = || {
         let backing = Backing::Ballast { name: bench.vm_name(), socket: bench.daemon.attach_socket() };
         let spec = Spec::new(if zipf { Workload::Zipf } else { Workload::Hotset }, Bytes(ram_bytes));
-        Contestant::start(WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing })
+        Contestant::start(WorkloadConfig { spec, kind: bench.options.guest, backing })
     };
     let (mut first, mut second) = (start()?, start()?);
     let mut pair = Pair { ratio: [[0.0; 2]; 4], attached_ops_per_s: 0.0, service_cpu_pct: 0.0 };
@@ -153,9 +145,6 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if bench.options.is(GuestKind::Qemu) {
-        return idle_qemu::run(bench, each);
-    }
     let (ram_bytes, repetitions, turns, ms) = match (bench.options.quick, bench.options.is(GuestKind::Kvm)) {
         (true, _) => (16 << 20, 2, 4, 20),
         (false, false) => (64 << 20, 60, 5, 40),

@@ -3,8 +3,6 @@
 //! Before: a bench has private memory with equal pages. After: its settings are as they were.
 //! Units: microseconds of CPU time. Promise: a KSM that runs already, for others, is left alone.
 
-use std::time::{Duration, Instant};
-
 use anyhow::{Context, Result, ensure};
 use ballast_base::PAGE_SIZE;
 use ballast_base::units::MIB;
@@ -12,9 +10,6 @@ use ballast_base::units::MIB;
 use crate::cpu;
 use crate::setting::{self, Setting};
 
-/// Time after which a merge has failed.
-const TIMEOUT: Duration = Duration::from_secs(60);
-const POLL_EVERY: Duration = Duration::from_millis(10);
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// Settings for merges as fast as possible: the question is the CPU time of a page.
 /// Pages of zeros do not count as merged.
@@ -38,26 +33,6 @@ impl Ksm {
         let set = SETTINGS.map(|(name, value)| Setting::change(format!("{KSM}/{name}"), value));
         // Drop restores them in this order, so KSM stops first.
         Ok(Self { pid, cpu_us, _settings: set.into_iter().rev().collect::<Result<_>>()? })
-    }
-
-    /// Wait until two passes merged no further page.
-    pub(crate) fn settle(&self) -> Result<()> {
-        let begun = Instant::now();
-        let (mut last, mut scans) = (0, counter("full_scans")?);
-        loop {
-            std::thread::sleep(POLL_EVERY);
-            let now = counter("full_scans")?;
-            if now < scans + 2 {
-                ensure!(begun.elapsed() < TIMEOUT, "it has not ended within {TIMEOUT:?}");
-                continue;
-            }
-            let sharing = counter("pages_sharing")?;
-            if sharing == last && sharing > 0 {
-                return Ok(());
-            }
-            ensure!(begun.elapsed() < TIMEOUT, "it still merges after {TIMEOUT:?}");
-            (last, scans) = (sharing, now);
-        }
     }
 
     /// MiB that it saves.

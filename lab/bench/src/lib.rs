@@ -15,28 +15,22 @@
 
 mod adopt;
 mod agent;
-mod attach;
 mod balance;
 mod booted;
 mod cgroup;
 mod choice;
 mod cpu;
 mod density;
-mod disk;
 mod end_pool;
 mod far;
-mod far_guests;
-mod fault_workers;
 mod guard;
 mod guest;
 mod helper;
 mod idle;
-mod idle_qemu;
 mod ksm;
 mod leftover;
 mod limit;
 mod machine;
-mod many;
 mod native;
 mod options;
 mod order;
@@ -47,7 +41,6 @@ mod plot;
 mod pool;
 mod probe;
 mod progress;
-mod qemu;
 mod real;
 mod reclaim;
 mod report;
@@ -57,15 +50,11 @@ mod role;
 mod scale;
 mod setting;
 mod share;
-mod share_guests;
-mod share_load;
 mod stats;
 mod storm;
 mod subject;
 mod swap;
 mod swaps;
-mod sweep;
-mod tier_shares;
 mod tiers;
 mod upgrade;
 mod vcpu;
@@ -74,19 +63,19 @@ mod worker;
 mod workload;
 mod zram;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
 pub use machine::is_release;
-pub use options::{Options, Part, RealOptions, RealOrder, RealProgram, RealSide, Which};
-pub use order::{Data, GuestKind};
+pub use options::{Options, Part, RealOptions, RealProgram, RealSide, Which};
+pub use order::GuestKind;
 pub use plot::run as plot;
 pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
 
 use progress::Progress;
-use rig::{Bench, KernelSwap};
+use rig::Bench;
 
 /// Wait until no bench runs, and restore what one left behind that was killed together with its guard.
 pub fn put_back_leftovers() -> Result<()> {
@@ -100,30 +89,26 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         // It needs neither a daemon nor a guest.
         let machine = machine::describe();
         let progress = Progress::start();
-        let result =
-            tiers::run(options.quick, &|title| progress.row(title), &mut |row| progress.aside(|| each(&row, &machine)));
-        progress.end();
-        return result;
+        return tiers::run(options.quick, &|title| progress.row(title), &mut |row| each(&row, &machine));
     }
-    let missing = match options.guest {
-        GuestKind::Native => None,
-        GuestKind::Kvm => ballast_testvm::kvm_missing(),
-        GuestKind::Qemu => ballast_testvm::qemu::qemu_missing(),
-    };
-    if let Some(why) = missing {
-        bail!("no {} guest can run here: {why} (--guest native needs nothing)", options.guest());
+    if options.is(GuestKind::Kvm) {
+        use Which::{Balance, Idle, Limit, Reclaim, Restore, Scale};
+        ensure!(
+            matches!(options.which, Restore | Reclaim | Scale | Idle | Balance | Limit),
+            "bench {} has no KVM guests (--guest native)",
+            options.which.name()
+        );
+        if let Some(why) = ballast_testvm::kvm_missing() {
+            bail!("no KVM guest can run here: {why} (--guest native needs nothing)");
+        }
     }
     let machine = machine::describe();
-    let (settings, swap) = match options.which {
-        Which::Far | Which::Share | Which::Idle | Which::Limit | Which::Pool | Which::Upgrade => {
-            (String::new(), KernelSwap::None)
-        }
-        Which::Guest => (agent::SETTINGS.into(), KernelSwap::None),
-        _ => (String::new(), KernelSwap::Zram),
-    };
-    let mut bench = Bench::start(options, &settings, swap)?;
-    let progress = bench.progress.clone();
-    let mut each = |row: Row| progress.aside(|| each(&row, &machine));
+    let has_swap = !matches!(
+        options.which,
+        Which::Far | Which::Share | Which::Idle | Which::Limit | Which::Pool | Which::Upgrade | Which::Guest
+    );
+    let mut bench = Bench::start(options, "", has_swap)?;
+    let mut each = |row: Row| each(&row, &machine);
     let result = match bench.options.which {
         Which::Restore => restore::run(&mut bench, &mut each),
         Which::Reclaim => reclaim::run(&mut bench, &mut each),
@@ -132,8 +117,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Far => far::run(&mut bench, &mut each),
-        Which::Share if bench.options.is(GuestKind::Qemu) => share_guests::run(&mut bench, &mut each),
-        Which::Share => share::run(&mut bench, &mut each).and_then(|()| share_load::run(&mut bench, &mut each)),
+        Which::Share => share::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),
         Which::Limit => limit::run(&mut bench, &mut each),
         Which::Guest => agent::run(&mut bench, &mut each),
@@ -143,7 +127,6 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Real => real::run(&mut bench, &mut each),
         Which::Adopt => adopt::run(&mut bench, &mut each),
     };
-    bench.progress.end();
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());
     }

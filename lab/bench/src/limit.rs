@@ -12,7 +12,7 @@ use ballast_base::{Bytes, MIB};
 use ballast_testvm::{Spec, Workload};
 use serde_json::json;
 
-use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::order::{Answer, Backing, Order, Role, WorkloadConfig};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::worker::Worker;
@@ -56,9 +56,6 @@ struct Samples {
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if bench.options.is(GuestKind::Qemu) {
-        bail!("this bench has native and KVM guests alone");
-    }
     let plan = if bench.options.quick { QUICK } else { FULL };
     let mut row = bench.row("one VM under a limit");
     let limit = plan.ram.0 / 8 * 5;
@@ -91,7 +88,7 @@ fn start(bench: &mut Bench, ram: Bytes) -> Result<(Worker, String)> {
     let name = bench.vm_name();
     let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
     let spec = Spec { hot_fraction: 0.4, hot_weight: 0.9995, think: THINK, ..Spec::new(Workload::Hotset, ram) };
-    let config = WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing };
+    let config = WorkloadConfig { spec, kind: bench.options.guest, backing };
     let mut worker = Worker::start(&Role::Workload(config))?;
     worker.ask(&Order::Attach)?;
     bench.daemon.wait_for_vm(&name)?;

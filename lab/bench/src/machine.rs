@@ -6,6 +6,7 @@ use std::fs;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use ballast_sys::meminfo;
 use serde_json::{Value, json};
 
 /// Is this a release build?
@@ -21,7 +22,6 @@ pub fn describe() -> Value {
         let line = text.lines().find(|line| line.starts_with(key))?.split_once(':')?.1.trim().to_owned();
         Some(line)
     };
-    let kib = |key| field("/proc/meminfo", key)?.split(' ').next()?.parse::<u64>().ok().map(|kib| kib * 1024);
     let huge = "/sys/kernel/mm/transparent_hugepage";
     let load = read("/proc/loadavg").and_then(|text| text.split(' ').next()?.parse::<f64>().ok());
     json!({
@@ -29,8 +29,8 @@ pub fn describe() -> Value {
         "cpus": std::thread::available_parallelism().ok().map(usize::from),
         "kernel": read("/proc/sys/kernel/osrelease"),
         "virtualised": field("/proc/cpuinfo", "flags").map(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
-        "mem_total_bytes": kib("MemTotal"),
-        "mem_available_bytes": kib("MemAvailable"),
+        "mem_total_bytes": meminfo::bytes("MemTotal"),
+        "mem_available_bytes": meminfo::bytes("MemAvailable"),
         "load_at_start": load,
         "thp": read(&format!("{huge}/enabled")),
         "thp_shmem": read(&format!("{huge}/shmem_enabled")),
@@ -40,20 +40,11 @@ pub fn describe() -> Value {
     })
 }
 
-/// Memory that the host has available, in bytes; `None` if the kernel does not tell.
-pub(crate) fn mem_available() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().split(' ').next()?.parse::<u64>().ok().map(|kib| kib * 1024)
-}
-
 /// Memory of a process that no file backs, in bytes.
 pub(crate) fn rss_anon(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/status");
     let text = fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
-    let kib =
-        text.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_ascii_whitespace().next()?.parse().ok());
-    kib.map(|kib: u64| kib * 1024).with_context(|| format!("{path} has no RssAnon"))
+    meminfo::number_in(&text, "RssAnon").map(|kib| kib * 1024).with_context(|| format!("{path} has no RssAnon"))
 }
 
 /// The revision of the sources this was built from, if they are still there and under git.

@@ -8,10 +8,9 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ballast_bench::{GuestKind, Options, Part, RealOptions, RealOrder, RealProgram, RealSide, Which};
+use ballast_bench::Options;
 use clap::{Parser, Subcommand};
 
 /// The machine lacks something that the command needs: the same code as `ballast`'s.
@@ -33,7 +32,7 @@ enum Command {
     /// Show the main job on two real VMs (needs QEMU and the guest image of `make demo`)
     Demo(ballast_demo::DemoArgs),
     /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run
-    Bench(BenchArgs),
+    Bench(Options),
     /// Draw the headlines from rows of JSON that `ballast bench --json` printed
     Plot(PlotArgs),
     /// A helper process of the bench
@@ -69,53 +68,6 @@ fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// What to measure and how.
-#[derive(Clone, Debug, clap::Args)]
-struct BenchArgs {
-    /// What to measure
-    #[arg(value_enum)]
-    what: Which,
-    /// What touches the memory
-    #[arg(long, value_enum, default_value = "native")]
-    guest: GuestKind,
-    /// Fewer pages and repetitions
-    #[arg(long)]
-    quick: bool,
-    /// far: a directory on the disk to measure [default: that for temporary files]
-    #[arg(long, value_name = "PATH")]
-    dir: Option<PathBuf>,
-    /// balance, density, pool, guest, real: one of its parts alone [default: all]
-    #[arg(long, value_enum)]
-    part: Option<Part>,
-    /// guest: only which pages are taken, not how much memory can be
-    #[arg(long)]
-    choices: bool,
-    /// density: this number of VMs alone [default: 1 to 1,000]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
-    vms: Option<u16>,
-    /// far: a network with this latency in one direction between the cluster's nodes and their clients [default: none]
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    network_us: Option<u32>,
-    /// balance, real: these levels of memory alone, in percent [default: 100,75,60,45; real: 90,80,65,50]
-    #[arg(long, value_name = "PCT", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(30..=100))]
-    levels: Vec<u16>,
-    /// real: the program [default: redis]
-    #[arg(long, value_enum)]
-    program: Option<RealProgram>,
-    /// real: the order of its keys alone [default: repeat and random]
-    #[arg(long, value_enum)]
-    order: Option<RealOrder>,
-    /// real: this side alone [default: ballast and kernel, by turns]
-    #[arg(long, value_enum)]
-    side: Option<RealSide>,
-    /// real: time under the limit before its figures are taken [default: 40]
-    #[arg(long, value_name = "S")]
-    settle: Option<u16>,
-    /// real: turns of each side [default: 3]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
-    rounds: Option<u16>,
-}
-
 /// What to draw and where.
 #[derive(Clone, Debug, clap::Args)]
 struct PlotArgs {
@@ -136,51 +88,16 @@ fn plot(args: &PlotArgs) -> Result<()> {
 }
 
 /// Measure.
-fn bench(args: BenchArgs, json: bool) -> Result<()> {
+fn bench(mut options: Options, json: bool) -> Result<()> {
     if !ballast_bench::is_release() {
         eprintln!(
             "ballast bench: WARNING: this is not a release build; its numbers mean nothing (cargo build --release)"
         );
     }
-    if let Some(part) = args.part.filter(|part| part.of() != args.what) {
-        bail!("--part {part:?} is for bench {}", part.of().name());
+    if let Some(problem) = options.problem() {
+        bail!("{problem}");
     }
-    if args.choices && args.what != Which::Guest {
-        bail!("--choices is for bench guest");
-    }
-    if args.vms.is_some() && args.what != Which::Density {
-        bail!("--vms is for bench density");
-    }
-    if args.network_us.is_some() && args.what != Which::Far {
-        bail!("--network-us is for bench far");
-    }
-    if !args.levels.is_empty() && !matches!(args.part, Some(Part::Levels | Part::Adopted)) && args.what != Which::Real {
-        bail!("--levels is for bench balance --part levels or adopted, and for bench real");
-    }
-    let real = RealOptions {
-        program: args.program,
-        order: args.order,
-        side: args.side,
-        settle: args.settle.map(|seconds| Duration::from_secs(seconds.into())),
-        rounds: args.rounds.map(usize::from),
-    };
-    if args.what != Which::Real && real != RealOptions::default() {
-        bail!("--program, --order, --side, --settle and --rounds are for bench real");
-    }
-    let dir = args.dir.unwrap_or_else(std::env::temp_dir);
-    let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
-    let options = Options {
-        which: args.what,
-        guest: args.guest,
-        quick: args.quick,
-        dir,
-        part: args.part,
-        choices: args.choices,
-        vms: args.vms.map(usize::from),
-        latency: Duration::from_micros(args.network_us.unwrap_or(0).into()),
-        levels: args.levels.into_iter().map(u64::from).collect(),
-        real,
-    };
+    options.dir = std::path::absolute(&options.dir).with_context(|| format!("Finding {}", options.dir.display()))?;
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {

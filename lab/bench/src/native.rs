@@ -1,7 +1,7 @@
 //! A guest that is a thread: its memory has known contents, is paged out by any of the sides, and is touched again.
 //!
 //! Before: `guest` was asked for one. After: the bench has times of single touches, as the guest's thread sees them.
-//! Threads: the caller's touches; a storm has a thread of its own, and several may share a round of touches.
+//! Threads: the caller's touches; a storm has a thread of its own.
 //! Units: pages. Promise: a page is touched once in a round, and every touch checks a word that counts the touches
 //! before it, so a page that was restored with wrong bytes is counted. [`Native::verify`] compares every byte.
 
@@ -74,7 +74,7 @@ impl Native {
             (Ram::Private(Anon::new(len as usize).context("Allocating memory")?), Pager::Kernel)
         } else {
             let ram = GuestRam::new(Bytes(len)).context("Allocating guest RAM")?;
-            let pager = Pager::attach_with(&config.backing, &ram, config.fault_workers)?;
+            let pager = Pager::attach(&config.backing, &ram)?;
             (Ram::Shared(ram), pager)
         };
         let mut expected = Vec::with_capacity(config.pages as usize);
@@ -125,16 +125,6 @@ impl Native {
             shuffle(&mut order, seed);
         }
         order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
-        if pace.threads < 2 {
-            return self.touch_these(&order, pace);
-        }
-        let touched = touch_together(&self.ram, &self.expected, &order, pace.threads as usize);
-        order.iter().for_each(|page| self.expected[*page as usize] = self.expected[*page as usize].wrapping_add(1));
-        Ok(touched)
-    }
-
-    /// Touch these pages in this order.
-    pub(crate) fn touch_these(&mut self, order: &[u64], pace: Pace) -> Result<Touched> {
         let think = Duration::from_micros(pace.think_us.into());
         let floor = matches!(self.pager, Pager::Floor);
         // It is written before the first measurement: its pages must not be fresh.
@@ -196,17 +186,6 @@ impl Native {
         Ok(Answer::Sliced { ops: touches.iter().map(|touches| u64::from(*touches)).sum(), wall_us, cpu_us })
     }
 
-    /// Read whole pages among the first `hot`, and write every tenth.
-    pub(crate) fn serve(&mut self, hot: u64, ms: u64) -> Result<Answer> {
-        let (start, cpu) = (Instant::now(), cpu::of_process()?);
-        let (ops, wrong) = serve(&self.ram, &mut self.expected[..hot as usize], Duration::from_millis(ms));
-        if wrong > 0 {
-            bail!("WRONG DATA: {wrong} of {ops} pages began with another word");
-        }
-        let (wall_us, cpu_us) = (start.elapsed().as_secs_f64() * 1e6, cpu::of_process()? - cpu);
-        Ok(Answer::Sliced { ops, wall_us, cpu_us })
-    }
-
     /// Compare every word.
     pub(crate) fn verify(&self, config: &GuestConfig) -> Result<()> {
         for page in 0..config.pages {
@@ -223,33 +202,6 @@ impl Native {
     }
 }
 
-/// The first words of the first pages.
-pub(crate) fn first_words(ram: &Ram, pages: u64) -> Vec<u64> {
-    (0..pages as usize).map(|page| ram.word(page * PAGE_SIZE).load(Relaxed)).collect()
-}
-
-/// Read whole pages in random order, as a key-value store does with values of 4 KiB, and write a word of every tenth.
-/// `expected` has the first word of each page. Returns the number of pages, and how many began with another word.
-pub(crate) fn serve(ram: &Ram, expected: &mut [u64], time: Duration) -> (u64, u64) {
-    /// Pages between two looks at the clock.
-    const BATCH: u64 = 64;
-    let (start, mut state, mut ops, mut wrong) = (Instant::now(), 1, 0, 0);
-    while start.elapsed() < time {
-        for _ in 0..BATCH {
-            let random = random(&mut state);
-            let page = ((u128::from(random) * expected.len() as u128) >> 64) as usize;
-            let word = |index| ram.word(page * PAGE_SIZE + index * 8);
-            wrong += u64::from(word(0).load(Relaxed) != expected[page]);
-            std::hint::black_box((1..PAGE_SIZE / 8).fold(0, |sum: u64, index| sum ^ word(index).load(Relaxed)));
-            if random.is_multiple_of(10) {
-                expected[page] = word(0).fetch_add(1, Relaxed).wrapping_add(1);
-            }
-        }
-        ops += BATCH;
-    }
-    (ops, wrong)
-}
-
 /// Pages of this process's own memory that are in swap.
 fn swapped(addr: usize, pages: u64) -> Result<Vec<u64>> {
     const ENTRY: usize = 8;
@@ -260,30 +212,4 @@ fn swapped(addr: usize, pages: u64) -> Result<Vec<u64>> {
     let (entries, _) = entries.as_chunks::<ENTRY>();
     let out = entries.iter().map(|entry| u64::from_ne_bytes(*entry)).zip(0..);
     Ok(out.filter(|(entry, _)| entry & SWAPPED != 0).map(|(_, page)| page).collect())
-}
-
-/// Touch these pages, each once, with several threads at the same time. The first word of each must be as expected.
-fn touch_together(ram: &Ram, expected: &[u64], order: &[u64], threads: usize) -> Touched {
-    let mut times = vec![u32::MAX; order.len()];
-    let share = order.len().div_ceil(threads).max(1);
-    let start = Instant::now();
-    let wrong = std::thread::scope(|scope| {
-        let parts = order.chunks(share).zip(times.chunks_mut(share));
-        let threads: Vec<_> = parts
-            .map(|(order, times)| {
-                scope.spawn(move || {
-                    let mut wrong = 0;
-                    for (page, time) in order.iter().zip(times) {
-                        let begin = Instant::now();
-                        let found = ram.word(*page as usize * PAGE_SIZE).fetch_add(1, Relaxed);
-                        *time = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
-                        wrong += u64::from(found != expected[*page as usize]);
-                    }
-                    wrong
-                })
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or(1)).sum()
-    });
-    Touched::of(&mut times, start.elapsed(), wrong)
 }

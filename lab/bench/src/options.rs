@@ -1,12 +1,13 @@
 //! The options of the bench: the words of the command line as types.
 //!
-//! Before: `main` has parsed them. After: `rig` and every bench read them.
+//! Before: `main` parses them. After: `rig` and every bench read them.
 //! Threads: none. Units: none. Promise: only what a user can ask for is here.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
-use crate::order::{Data, GuestKind};
+use ballast_realmem::keys::Sequence;
+
+use crate::order::GuestKind;
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -17,7 +18,7 @@ pub enum Which {
     Reclaim,
     /// Restore and reclaim with more VMs.
     Scale,
-    /// The speed of many small VMs at once, and the cost of the service for each.
+    /// The speed of many small VMs at once, also when the engine is killed.
     Density,
     /// The cost of the attachment for a VM without a limit.
     Idle,
@@ -31,11 +32,11 @@ pub enum Which {
     Balance,
     /// One VM before, under and after a limit, over time.
     Limit,
-    /// The choice of pages for fast memory: classifiers against an oracle, simulated.
+    /// The choice of pages for fast memory, simulated.
     Tiers,
-    /// The memory pool: its metadata, the memory that it can give to VMs, and the time until that memory is usable.
+    /// The memory pool: the time until a VM's memory is usable.
     Pool,
-    /// Reclaim by the reports of an agent in a guest, and by the host alone; free memory; kernel services.
+    /// Reclaim by the reports of an agent in a guest, and by the host alone; kernel services.
     Guest,
     /// The effect on VMs when another engine replaces the serving one.
     Upgrade,
@@ -47,30 +48,12 @@ pub enum Which {
 
 impl Which {
     /// Its name in JSON and tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Restore => "restore",
-            Self::Reclaim => "reclaim",
-            Self::Scale => "scale",
-            Self::Density => "density",
-            Self::Idle => "idle",
-            Self::Storm => "storm",
-            Self::Far => "far",
-            Self::Share => "share",
-            Self::Balance => "balance",
-            Self::Limit => "limit",
-            Self::Tiers => "tiers",
-            Self::Pool => "pool",
-            Self::Guest => "guest",
-            Self::Upgrade => "upgrade",
-            Self::Real => "real",
-            Self::Adopt => "adopt",
-        }
+    pub fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
 
-/// A part of what [`Which::Balance`], [`Which::Density`], [`Which::Pool`], [`Which::Guest`] or [`Which::Real`]
-/// measures.
+/// A part of what [`Which::Balance`], [`Which::Density`], [`Which::Guest`] or [`Which::Real`] measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// Which part of a real program's memory can be far for 5 % of its speed.
@@ -83,65 +66,28 @@ pub enum Part {
     Jump,
     /// Eight adopted VMs at falling levels of memory.
     Adopted,
-    /// Two VMs that want the same memory all the time.
-    Pairs,
-    /// Two VMs whose needs change.
-    Stages,
-    /// How much of one VM's memory can be taken.
-    Memory,
     /// Many VMs that read, with the kernel beside them.
     Busy,
     /// The engine is killed under many VMs that read.
     Recovery,
-    /// Many idle VMs.
-    Idle,
-    /// A VM's start on the daemon's pool.
-    Start,
-    /// Memory of the pool that comes as it is touched.
-    OnDemand,
-    /// The largest pool, beside what the kernel finds by one write.
-    Largest,
-    /// A guest's disk and network on the daemon's pool.
-    Devices,
-    /// The speed of a guest on the daemon's pool.
-    Guest,
-    /// The memory that a VM of the daemon's pool costs.
-    Cost,
-    /// A program of a guest ends.
-    Free,
-    /// A program of a guest frees memory here and there.
-    Scattered,
     /// A guest's khugepaged works on what is far.
     Services,
-    /// A guest reads files.
-    Files,
-    /// A guest runs Redis.
-    Redis,
     /// A guest runs memcached.
     Memcached,
-    /// A guest searches a graph.
-    Bfs,
     /// A guest clusters points.
     Kmeans,
     /// A guest compiles.
     Compiler,
-    /// A guest writes files and swaps.
-    Written,
-    /// Two guests with tiers, whose shares of fast memory change.
-    Shares,
 }
 
 impl Part {
     /// The measurement that it is a part of.
     pub fn of(self) -> Which {
         match self {
-            Self::Levels | Self::Adopted | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
+            Self::Levels | Self::Adopted | Self::Jump => Which::Balance,
             Self::Five | Self::Day => Which::Real,
-            Self::Busy | Self::Recovery | Self::Idle => Which::Density,
-            Self::Start | Self::OnDemand | Self::Largest => Which::Pool,
-            Self::Devices | Self::Guest | Self::Cost => Which::Pool,
-            Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
-            Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans | Self::Compiler => Which::Guest,
+            Self::Busy | Self::Recovery => Which::Density,
+            Self::Services | Self::Memcached | Self::Kmeans | Self::Compiler => Which::Guest,
         }
     }
 }
@@ -202,73 +148,74 @@ impl RealSide {
     }
 }
 
-/// The order of the keys, on the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum RealOrder {
-    /// Fresh random numbers for ever.
-    Random,
-    /// One sequence again and again, which never names a quarter of the pages.
-    Repeat,
-    /// Other keys become popular each minute.
-    Moving,
-    /// A tenth of the requests reads all keys in order.
-    ScanBeside,
-}
-
-/// The words of the command line that are only for this bench.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The words of the command line that are only for `real`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct RealOptions {
-    /// The program; Redis if none is named.
+    /// real: the program [default: redis]
+    #[arg(long, value_enum)]
     pub program: Option<RealProgram>,
-    /// The order of a server's keys; all but the slow ones if none is named.
-    pub order: Option<RealOrder>,
-    /// One side alone.
+    /// real: the order of its keys alone [default: repeat and random]
+    #[arg(long, value_enum)]
+    pub order: Option<Sequence>,
+    /// real: this side alone [default: ballast and kernel, by turns]
+    #[arg(long, value_enum)]
     pub side: Option<RealSide>,
-    /// Seconds under the limit before its figures are taken.
-    pub settle: Option<Duration>,
-    /// Rounds.
-    pub rounds: Option<usize>,
+    /// real: time under the limit before its figures are taken [default: 40]
+    #[arg(long, value_name = "S")]
+    pub settle: Option<u16>,
+    /// real: turns of each side [default: 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100))]
+    pub rounds: Option<u64>,
 }
 
-/// The options.
-#[derive(Clone, Debug)]
+/// What to measure and how.
+#[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// The measurement.
+    /// What to measure
+    #[arg(value_enum, value_name = "WHAT")]
     pub which: Which,
-    /// What touches the memory.
+    /// What touches the memory
+    #[arg(long, value_enum, default_value = "native")]
     pub guest: GuestKind,
-    /// Fewer pages and repetitions.
+    /// Fewer pages and repetitions
+    #[arg(long)]
     pub quick: bool,
-    /// Spill: a directory on the disk.
+    /// far: a directory on the disk to measure
+    #[arg(long, value_name = "PATH", default_value_os_t = std::env::temp_dir())]
     pub dir: PathBuf,
-    /// Balance, density, pool, guest, real: this part alone.
+    /// balance, density, guest, real: one of its parts alone [default: all]
+    #[arg(long, value_enum)]
     pub part: Option<Part>,
-    /// Guest: which pages are taken alone, not how much memory can be.
-    pub choices: bool,
-    /// Density: this number of VMs alone.
-    pub vms: Option<usize>,
-    /// Far: the latency of a network between the cluster and its clients, in one direction.
-    pub latency: Duration,
-    /// Balance, real: the levels of memory, in percent; the bench's own if there is none.
+    /// density: this number of VMs alone [default: 1 to 256]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub vms: Option<u16>,
+    /// balance, real: these levels of memory alone, in percent [default: 100,75,60,45; real: 90,80,65,50]
+    #[arg(long, value_name = "PCT", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(30..=100))]
     pub levels: Vec<u64>,
-    /// Real: what runs, and who pages.
+    /// What runs under `real`, and who pages.
+    #[command(flatten)]
     pub real: RealOptions,
 }
 
 impl Options {
+    /// Why these do not go together, if they do not.
+    pub fn problem(&self) -> Option<String> {
+        if let Some(part) = self.part.filter(|part| part.of() != self.which) {
+            return Some(format!("--part {part:?} is for bench {}", part.of().name()));
+        }
+        if self.vms.is_some() && self.which != Which::Density {
+            return Some("--vms is for bench density".into());
+        }
+        let has_levels = matches!(self.part, Some(Part::Levels | Part::Adopted)) || self.which == Which::Real;
+        if !self.levels.is_empty() && !has_levels {
+            return Some("--levels is for bench balance --part levels or adopted, and for bench real".into());
+        }
+        let is_real = self.which == Which::Real || self.real == RealOptions::default();
+        (!is_real).then(|| "--program, --order, --side, --settle and --rounds are for bench real".into())
+    }
+
     /// Does this guest touch the memory?
     pub(crate) fn is(&self, guest: GuestKind) -> bool {
         self.guest == guest
-    }
-
-    /// The kinds of data in guest memory, one row each. A quick run of QEMU guests, which boot slowly, has one.
-    pub(crate) fn data(&self) -> Vec<Data> {
-        let all = [Data::HalfCompressible, Data::Incompressible];
-        all.into_iter().take(if self.quick && self.is(GuestKind::Qemu) { 1 } else { 2 }).collect()
-    }
-
-    /// The name of what touches the memory.
-    pub(crate) fn guest(&self) -> &'static str {
-        self.guest.name()
     }
 }

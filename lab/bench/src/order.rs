@@ -8,34 +8,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use ballast_testvm::GuestKind;
 use ballast_testvm::Spec;
 use serde::{Deserialize, Serialize};
 
 use crate::stats::Summary;
 use crate::waits::Waits;
-
-/// What touches guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub enum GuestKind {
-    /// A thread.
-    Native,
-    /// A KVM virtual CPU in user mode.
-    Kvm,
-    /// An unmodified Debian kernel in QEMU (needs the guest image of `make demo`).
-    Qemu,
-}
-
-impl GuestKind {
-    /// Its name in JSON and tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Native => "native",
-            Self::Kvm => "kvm",
-            Self::Qemu => "qemu",
-        }
-    }
-}
 
 /// The role of a helper process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,17 +22,12 @@ pub enum Role {
     Guest(GuestConfig),
     /// A VM that runs a workload of `testvm`, slice by slice.
     Workload(WorkloadConfig),
-    /// A VM that attaches and does nothing else.
-    Sparse(SparseConfig),
     /// One of many small guests that read all of their memory.
     Reader(ReaderConfig),
     /// A VM that does nothing but fault.
-    Prober(SparseConfig),
+    Prober(ProberConfig),
     /// Becomes the program that the words after it name, and ends with the process that started it.
-    Become {
-        /// The file of a memory cgroup that takes a process id.
-        procs: Option<PathBuf>,
-    },
+    Become,
     /// A VMM that was started without Ballast, with private memory.
     Plain {
         /// Size of its RAM.
@@ -66,9 +39,9 @@ pub enum Role {
     Guard,
 }
 
-/// A VM whose RAM is never touched.
+/// A VM that does nothing but fault.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct SparseConfig {
+pub struct ProberConfig {
     /// Where to attach.
     pub socket: PathBuf,
     /// The VM's name.
@@ -96,27 +69,25 @@ pub enum Data {
     HalfCompressible,
     /// Noise.
     Incompressible,
-    /// As `HalfCompressible`; three pages of four are the same in all guests, and the rest is this guest's own.
-    Equal(u8),
 }
 
 impl Data {
+    /// Those that have a row each.
+    pub const BOTH: [Self; 2] = [Self::HalfCompressible, Self::Incompressible];
+
     /// Its name in JSON and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::HalfCompressible => "half_compressible",
             Self::Incompressible => "incompressible",
-            Self::Equal(_) => "equal",
         }
     }
 
     /// The words of one page.
-    pub fn page(self, page: u64) -> ballast_store::PageBytes {
+    pub fn page(self, page: u64) -> ballast_base::store::PageBytes {
         match self {
             Self::HalfCompressible => ballast_testkit::pages::half_compressible(page),
             Self::Incompressible => ballast_testkit::pages::incompressible(page),
-            Self::Equal(_) if !page.is_multiple_of(4) => ballast_testkit::pages::half_compressible(page),
-            Self::Equal(guest) => ballast_testkit::pages::half_compressible(page | (u64::from(guest) + 1) << 40),
         }
     }
 }
@@ -126,13 +97,6 @@ impl Data {
 pub enum Backing {
     /// A ballastd.
     Ballast {
-        /// Its attach socket.
-        socket: PathBuf,
-        /// The VM's name.
-        name: String,
-    },
-    /// The same, with RAM of its pool (workloads alone).
-    Pool {
         /// Its attach socket.
         socket: PathBuf,
         /// The VM's name.
@@ -162,10 +126,6 @@ pub struct GuestConfig {
     pub pages: u64,
     /// Their contents.
     pub data: Data,
-    /// Fault workers; `None`: the client decides (native guests alone).
-    pub fault_workers: Option<usize>,
-    /// Directory of its files (QEMU guests alone). Its process may be killed, so another process removes it.
-    pub dir: PathBuf,
 }
 
 /// A workload VM.
@@ -173,8 +133,8 @@ pub struct GuestConfig {
 pub struct WorkloadConfig {
     /// Its workload; its operations have no end.
     pub spec: Spec,
-    /// It runs in a KVM guest.
-    pub kvm: bool,
+    /// What runs it.
+    pub kind: GuestKind,
     /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
     pub backing: Backing,
 }
@@ -188,15 +148,13 @@ pub struct Pace {
     pub think_us: u32,
     /// The thread stays on its CPU, as a pinned vCPU does.
     pub pinned: bool,
-    /// Threads that share them (native guests alone); more than one neither think nor are pinned.
-    pub threads: u32,
     /// Touch pages in the order of their addresses (native guests only). Otherwise the seed decides the order.
     pub in_order: bool,
 }
 
 impl Pace {
     /// All of them, as fast as possible.
-    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, threads: 1, in_order: false };
+    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, in_order: false };
 }
 
 /// An order.
@@ -217,31 +175,12 @@ pub enum Order {
     Storm,
     /// End the storm. The answer counts its touches.
     Pause,
-    /// Read pages among the first of these, and write every tenth, for this long.
-    Serve {
-        /// Pages that are read and written; the rest stays cold.
-        hot: u64,
-        /// How long.
-        ms: u64,
-    },
     /// Compare every byte. A workload ends with it.
     Verify,
-    /// QEMU: do nothing until the next order.
-    Hold,
-    /// QEMU: work for this long, on a hot set or by Zipf's law.
-    Work {
-        /// Zipf, or hot set.
-        zipf: bool,
-        /// How long.
-        ms: u64,
-    },
     /// Attach the workload's VM, as it is: before it is filled, or later.
     Attach,
-    /// Map the workload's RAM huge, in whole units.
-    MapHuge {
-        /// This part of it, spread evenly.
-        percent: u32,
-    },
+    /// A plain VMM: touch one page of each 2 MiB.
+    TouchSparsely,
     /// Read all of memory over and over until the second time; count and time the touches from the first time on. A
     /// prober begins with the first time, and each of its touches is a fault.
     Read {
@@ -275,8 +214,6 @@ pub enum Order {
         /// Size of the file.
         bytes: u64,
     },
-    /// Guard: add this number of huge pages to this file of the kernel by one write, and put it back.
-    InOneGo(PathBuf, u64),
     /// Guard: add this number of huge pages to the host's pool.
     HugePages(u64),
     /// Guard: take away all that were added.
@@ -288,8 +225,6 @@ pub enum Order {
         /// The daemon's keeper.
         keeper: u32,
     },
-    /// Guard: give this file of the kernel's this value.
-    Set(PathBuf, String),
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
     /// Guard: kill this process at its own end.
@@ -303,19 +238,12 @@ pub enum Order {
 pub enum Answer {
     /// Done.
     Done,
-    /// What was got of a number of pages, and the time that it took.
-    Got {
-        /// Pages.
-        pages: u64,
-        /// Nanoseconds.
-        ns: u64,
-    },
+    /// Wrong bytes.
+    Wrong(u64),
     /// Filled.
     Filled {
         /// Guest RAM, if it is a file.
         ram: Option<PathBuf>,
-        /// The process whose memory it is, if that is not the helper.
-        vmm: Option<u32>,
     },
     /// Pages are out.
     Out(Out),
@@ -338,11 +266,6 @@ pub enum Answer {
     Progress {
         /// Over all workers.
         ops: u64,
-    },
-    /// A sparse guest is attached.
-    Attached {
-        /// How long it took.
-        wall_us: f64,
     },
     /// Guard: the path of the object.
     Path(PathBuf),

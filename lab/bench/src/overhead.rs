@@ -14,7 +14,7 @@ use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 
 use crate::order::Data;
-use crate::report::Row;
+use crate::report::{Figures, Row};
 use crate::rig::Bench;
 use crate::subject::{Subject, Way, out};
 
@@ -26,16 +26,16 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Memory of both processes in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Held {
+struct Held {
     /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
-    pub(crate) own: f64,
+    own: f64,
     /// Memory files: page states, arenas with their index.
-    pub(crate) files: f64,
+    files: f64,
 }
 
 impl Held {
     /// The present figures.
-    pub(crate) fn now(bench: &Bench) -> Result<Self> {
+    fn now(bench: &Bench) -> Result<Self> {
         let (mut held, mut files) = (Self::default(), BTreeMap::new());
         for pid in [bench.engine_pid()?, bench.daemon.keeper_pid()] {
             held.own += own(pid)?;
@@ -96,14 +96,14 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let mut row = bench.row("what the engine needs for a GiB of guest RAM");
     row.fact("ram_bytes", ram.0);
     row.fact("repetitions", repetitions);
-    let (mut base, mut idle, mut half) = (Vec::new(), [const { Vec::new() }; 2], [const { Vec::new() }; 3]);
+    let mut figures = Figures::default();
     for round in bench.progress.over("round", 0..=repetitions) {
         let before = settled(bench)?;
         // RAM is twice the data.
         let pages = ram.pages_floor().0 / 2;
         let mut subject = Subject::new(bench, Way::Ballast, pages, Data::HalfCompressible)?;
         let attached = Held::now(bench)?.more_than(before, gib);
-        out(bench, &mut [&mut subject])?;
+        out(bench, std::slice::from_mut(&mut subject))?;
         let stat = bench.daemon.api().vm(subject.name())?;
         let far = Held::now(bench)?.more_than(before, gib);
         let payload = stat.store_bytes as f64 / gib;
@@ -116,18 +116,13 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             row.fact("far_bytes", stat.far_bytes);
             continue;
         }
-        base.push(before.own);
-        (0..2).for_each(|part| idle[part].push(attached[part]));
-        half[0].push(far[0]);
-        half[1].push((far[1] - payload).max(0.0));
-        half[2].push(payload);
+        let far_files = (far[1] - payload).max(0.0);
+        figures.add("engine_overhead_bytes_per_gib", attached[0] + attached[1]);
+        figures.add("engine_overhead_half_far_bytes_per_gib", far[0] + far_files);
+        figures.add("engine_overhead_half_far_files_bytes_per_gib", far_files);
+        figures.add("store_half_far_bytes_per_gib", payload);
+        figures.add("engine_base_bytes", before.own);
     }
-    let sum =
-        |parts: &[Vec<f64>]| -> Vec<f64> { parts[0].iter().zip(&parts[1]).map(|(own, files)| own + files).collect() };
-    row.figure("engine_overhead_bytes_per_gib", &sum(&idle));
-    row.figure("engine_overhead_half_far_bytes_per_gib", &sum(&half));
-    row.figure("engine_overhead_half_far_files_bytes_per_gib", &half[1]);
-    row.figure("store_half_far_bytes_per_gib", &half[2]);
-    row.figure("engine_base_bytes", &base);
+    row.figures(&figures);
     each(row)
 }

@@ -5,12 +5,12 @@
 //! Promise: a guest of the kernel's is in its memory cgroup before it has memory.
 
 use std::collections::HashSet;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount};
-use ballast_client::{Client, Ram, RamExtent};
+use ballast_client::Client;
 use ballast_sys::memfd;
 use ballast_testvm::GuestRam;
 
@@ -30,26 +30,15 @@ pub(crate) enum Pager {
 }
 
 impl Pager {
-    /// Hand over RAM; for the kernel, move this process into its memory cgroup before it has any.
+    /// Hand over RAM.
     pub(crate) fn attach(backing: &Backing, ram: &GuestRam) -> Result<Self> {
-        Self::attach_with(backing, ram, None)
-    }
-
-    /// The same with a number of fault workers; `None`: the client decides.
-    pub(crate) fn attach_with(backing: &Backing, ram: &GuestRam, fault_workers: Option<usize>) -> Result<Self> {
         let hva = Hva(ram.addr() as u64);
         Ok(match backing {
-            Backing::Ballast { socket, name } | Backing::Pool { socket, name } => {
+            Backing::Ballast { socket, name } => {
                 // Only the guest touches this memory, so the short quarantine is right.
                 let builder = Client::builder().name(name).socket(socket).may_pin(false);
-                let builder = fault_workers.into_iter().fold(builder, ballast_client::Builder::fault_workers);
-                let piece = |(file, offset, len): (BorrowedFd<'_>, u64, usize)| {
-                    let fd = file.try_clone_to_owned()?;
-                    Ok(RamExtent { fd, offset: Bytes(offset), len: Bytes(len as u64) })
-                };
-                let extents = ram.files().map(piece).collect::<std::io::Result<_>>();
-                let extents = extents.context("Duplicating the memory file")?;
-                let client = builder.ram(Ram { hva, extents, guest_address: None }).attach();
+                let file = ram.memfd().try_clone_to_owned().context("Duplicating the memory file")?;
+                let client = builder.region(file, hva, Bytes(ram.len() as u64), Bytes(0)).attach();
                 Self::Ballast(client.map_err(|error| anyhow!("Attaching {name}: {}", ballast_client::chain(&error)))?)
             }
             Backing::Plain => Self::Plain(Handler::start(ram)?),

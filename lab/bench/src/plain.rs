@@ -156,7 +156,7 @@ impl Served {
         let mut page = [0; PAGE_SIZE];
         let len = lz4_flex::block::decompress_into(&compressed, &mut page)?;
         ensure!(len == PAGE_SIZE, "page {number} decompresses to {len} bytes");
-        self.uffd.copy_page(fault.addr, &page)?;
+        self.uffd.copy(fault.addr, &page)?;
         Ok(())
     }
 }

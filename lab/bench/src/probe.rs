@@ -19,7 +19,7 @@ use ballast_sys::clock::monotonic_ns;
 use ballast_testvm::GuestRam;
 use rustix::mm::{Advice, madvise};
 
-use crate::order::{Answer, Backing, Order, Probed, Role, Slice, SparseConfig};
+use crate::order::{Answer, Backing, Order, Probed, ProberConfig, Role, Slice};
 use crate::pager::Pager;
 use crate::rig::Bench;
 use crate::worker::Worker;
@@ -42,7 +42,7 @@ const SQUEEZE: Duration = Duration::from_secs(60);
 
 /// The guest.
 pub(crate) struct Prober {
-    config: SparseConfig,
+    config: ProberConfig,
     ram: GuestRam,
     pager: Option<Pager>,
     /// Number of touches of each of the pages.
@@ -50,7 +50,7 @@ pub(crate) struct Prober {
 }
 
 impl Prober {
-    pub(crate) fn new(config: SparseConfig) -> Result<Self> {
+    pub(crate) fn new(config: ProberConfig) -> Result<Self> {
         let ram = GuestRam::new(Bytes(config.ram_bytes)).context("Making guest RAM")?;
         Ok(Self { config, ram, pager: None, touches: [0; PAGES] })
     }
@@ -58,11 +58,10 @@ impl Prober {
     pub(crate) fn obey(&mut self, order: &Order) -> Result<Answer> {
         match order {
             Order::Attach => {
-                let SparseConfig { socket, name, .. } = &self.config;
-                let (backing, start) =
-                    (Backing::Ballast { socket: socket.clone(), name: name.clone() }, Instant::now());
+                let ProberConfig { socket, name, .. } = &self.config;
+                let backing = Backing::Ballast { socket: socket.clone(), name: name.clone() };
                 self.pager = Some(Pager::attach(&backing, &self.ram)?);
-                Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
+                Ok(Answer::Done)
             }
             Order::Fill => {
                 // With their numbers these pages are no zero pages; the pages that are touched begin at 0.
@@ -166,7 +165,7 @@ impl Probe {
     /// Start the VM, and have half of it evicted.
     pub(crate) fn start(bench: &mut Bench) -> Result<Self> {
         let name = bench.vm_name();
-        let config = SparseConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: RAM };
+        let config = ProberConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: RAM };
         let mut probe = Self { worker: Worker::start(&Role::Prober(config))?, name };
         probe.worker.ask(&Order::Attach)?;
         bench.daemon.wait_for_vm(&probe.name)?;

@@ -7,50 +7,27 @@
 use anyhow::Result;
 
 use crate::order::{Data, GuestKind, Out, Pace};
-use crate::qemu;
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::subject::{Subject, Way, in_turn, out, touch};
+use crate::subject::{Way, out, touch};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
 
 /// Pages of a guest of 2 GiB: the scan cost of each reclaimed page must not grow with the guest.
 const LARGE: u64 = 524_288;
 
-/// Pages per second with the wait.
-fn rate_with_wait(out: &Out) -> f64 {
-    out.pages as f64 * 1e6 / out.wall_us
-}
-
 /// Pages per second without the time in which all pages were in quarantine and none was due. (Only Ballast waits.)
 pub(crate) fn rate(out: &Out) -> f64 {
     out.pages as f64 * 1e6 / (out.wall_us - out.waited_us).max(1.0)
 }
 
-#[derive(Default)]
-struct Series {
-    outs: Vec<Out>,
-}
-
-impl Series {
-    fn of(&self, figure: impl Fn(&Out) -> f64) -> Vec<f64> {
-        self.outs.iter().map(figure).collect()
-    }
-
-    fn cpu(&self) -> Vec<f64> {
-        self.of(|out| out.cpu_us / out.pages as f64)
-    }
-}
-
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (pages, repetitions) = match (bench.options.quick, bench.options.guest) {
-        (true, GuestKind::Qemu) => (2048, 2),
         (true, _) => (8192, 2),
         (false, GuestKind::Native) => (32_768, 6),
-        (false, GuestKind::Kvm) => (16_384, 4),
-        (false, GuestKind::Qemu) => (8192, 4),
+        (false, _) => (16_384, 4),
     };
-    let mut rows: Vec<_> = bench.options.data().into_iter().map(|data| (data, pages, repetitions)).collect();
+    let mut rows: Vec<_> = Data::BOTH.into_iter().map(|data| (data, pages, repetitions)).collect();
     if !bench.options.quick && bench.options.is(GuestKind::Native) {
         rows.push((Data::HalfCompressible, LARGE, 3));
     }
@@ -60,38 +37,30 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
-        let qemu = bench.options.is(GuestKind::Qemu);
-        if qemu {
-            qemu::facts(&mut row);
-        }
-        let ways = if qemu { &WAYS[..2] } else { &WAYS };
-        let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
-        let mut series: [Series; 3] = Default::default();
-        for round in bench.progress.over("round", 0..=repetitions) {
-            for subject in in_turn(&mut subjects, round) {
-                let out = out(bench, &mut [&mut *subject])?;
-                if round > 0 {
-                    series[subject.way as usize].outs.push(out);
-                }
-                touch(&mut [subject], round, Pace::ALL)?;
-            }
-        }
-        subjects.iter_mut().try_for_each(Subject::verify)?;
-        let [ballast, kernel, plain] = &series;
-        let (ours, theirs) = (ballast.of(rate), kernel.of(rate));
-        row.figure("reclaim_pages_per_s", &ours);
-        row.figure("reclaim_with_wait_pages_per_s", &ballast.of(rate_with_wait));
-        row.figure("kernel_pageout_pages_per_s", &theirs);
-        row.figure("plain_pageout_pages_per_s", &plain.of(rate));
-        row.figure("reclaim_first_page_us", &ballast.of(|out| out.first_us));
-        row.figure("reclaim_quarantine_us", &ballast.of(|out| out.waited_us));
-        row.ratio("ratio_reclaim", &ours, &theirs);
-        row.ratio("ratio_reclaim_with_wait", &ballast.of(rate_with_wait), &theirs);
-        row.ratio("ratio_reclaim_plain", &ours, &plain.of(rate));
-        row.figure("reclaim_cpu_us_per_page", &ballast.cpu());
-        row.figure("kernel_pageout_cpu_us_per_page", &kernel.cpu());
-        row.figure("plain_pageout_cpu_us_per_page", &plain.cpu());
-        row.ratio("ratio_reclaim_cpu", &ballast.cpu(), &kernel.cpu());
+        let mut sides = bench.sides(&WAYS, &[pages], data, &mut row)?;
+        bench.by_turns(&mut sides, repetitions, |bench, side, round| {
+            let out = out(bench, &mut side.guests)?;
+            side.figures.add("rate", rate(&out));
+            side.figures.add("with_wait", out.pages as f64 * 1e6 / out.wall_us);
+            side.figures.add("first_us", out.first_us);
+            side.figures.add("waited_us", out.waited_us);
+            side.figures.add("cpu_us", out.cpu_us / out.pages as f64);
+            touch(&mut side.guests, round, Pace::ALL).map(drop)
+        })?;
+        let [ours, theirs, plain] = [0, 1, 2].map(|side| &sides[side].figures);
+        row.figure("reclaim_pages_per_s", ours.of("rate"));
+        row.figure("reclaim_with_wait_pages_per_s", ours.of("with_wait"));
+        row.figure("kernel_pageout_pages_per_s", theirs.of("rate"));
+        row.figure("plain_pageout_pages_per_s", plain.of("rate"));
+        row.figure("reclaim_first_page_us", ours.of("first_us"));
+        row.figure("reclaim_quarantine_us", ours.of("waited_us"));
+        row.ratio("ratio_reclaim", ours.of("rate"), theirs.of("rate"));
+        row.ratio("ratio_reclaim_with_wait", ours.of("with_wait"), theirs.of("rate"));
+        row.ratio("ratio_reclaim_plain", ours.of("rate"), plain.of("rate"));
+        row.figure("reclaim_cpu_us_per_page", ours.of("cpu_us"));
+        row.figure("kernel_pageout_cpu_us_per_page", theirs.of("cpu_us"));
+        row.figure("plain_pageout_cpu_us_per_page", plain.of("cpu_us"));
+        row.ratio("ratio_reclaim_cpu", ours.of("cpu_us"), theirs.of("cpu_us"));
         each(row)?;
     }
     Ok(())

@@ -32,6 +32,24 @@ struct Figure {
     ci95: Option<(f64, f64)>,
 }
 
+/// Values by key, in the order in which they were measured.
+#[derive(Debug, Default)]
+pub(crate) struct Figures(Vec<(String, Vec<f64>)>);
+
+impl Figures {
+    pub(crate) fn add(&mut self, key: &str, value: f64) {
+        match self.0.iter_mut().find(|(known, _)| known == key) {
+            Some((_, values)) => values.push(value),
+            None => self.0.push((key.to_owned(), vec![value])),
+        }
+    }
+
+    /// The values of a key; none if it was not measured.
+    pub(crate) fn of(&self, key: &str) -> &[f64] {
+        self.0.iter().find(|(known, _)| known == key).map_or(&[], |(_, values)| values)
+    }
+}
+
 impl Row {
     /// A row of this bench.
     pub fn new(bench: &str, guest: &str, what: &str) -> Self {
@@ -55,6 +73,16 @@ impl Row {
     pub fn figure(&mut self, key: &str, values: &[f64]) {
         let figure = Spread::of(values).map(|spread| Figure { spread, aa_pct: aa_noise_pct(values), ci95: None });
         self.figures.push((key.to_owned(), figure));
+    }
+
+    /// Add all of these under their keys.
+    pub(crate) fn figures(&mut self, figures: &Figures) {
+        figures.0.iter().for_each(|(key, values)| self.figure(key, values));
+    }
+
+    /// Add all of these as differences.
+    pub(crate) fn differences(&mut self, figures: &Figures) {
+        figures.0.iter().for_each(|(key, values)| self.difference(key, values));
     }
 
     /// Add a difference, which may be zero: its noise cannot be given in percent of itself.

@@ -11,18 +11,8 @@ use ballast_testhost::Daemon;
 use crate::cpu::Stay;
 use crate::guard::Guard;
 use crate::options::{Options, Which};
-use crate::order::GuestKind;
 use crate::progress::Progress;
 use crate::report::Row;
-
-/// The kernel's swap space.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum KernelSwap {
-    /// The bench has no figures of the kernel.
-    None,
-    /// A zram device.
-    Zram,
-}
 
 /// Everything a bench runs with. Fields are dropped in this order.
 #[derive(Debug)]
@@ -38,18 +28,18 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// Start guard and daemon, and take the kernel's swap.
-    pub(crate) fn start(options: Options, settings: &str, swap: KernelSwap) -> Result<Self> {
+    /// Start guard and daemon, and take the kernel's swap if the bench has figures of the kernel.
+    pub(crate) fn start(options: Options, settings: &str, swap: bool) -> Result<Self> {
         let progress = Progress::start();
         // Every process that is started from here on inherits the CPU.
-        let one_cpu = (options.which == Which::Idle && !options.is(GuestKind::Qemu)).then(Stay::here);
+        let one_cpu = (options.which == Which::Idle).then(Stay::here);
         let mut guard = Guard::start()?;
         let daemon = Daemon::with_settings(settings)?;
         guard.remove_dir(daemon.dir().to_owned())?;
         guard.end_process(daemon.keeper_pid())?;
         let kernel = match swap {
-            KernelSwap::None => Err(String::new()),
-            KernelSwap::Zram => guard.swap().map_err(|error| format!("{error:#}")),
+            false => Err(String::new()),
+            true => guard.swap().map_err(|error| format!("{error:#}")),
         };
         Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })
     }
@@ -70,7 +60,11 @@ impl Bench {
 
     /// A row for the measurement that begins now.
     pub(crate) fn row(&self, what: &str) -> Row {
-        let row = Row::new(self.options.which.name(), self.options.guest(), what);
+        let guest = match self.options.which {
+            Which::Share | Which::Guest => "qemu".to_owned(),
+            _ => format!("{:?}", self.options.guest).to_lowercase(),
+        };
+        let row = Row::new(&self.options.which.name(), &guest, what);
         self.progress.row(row.title());
         row
     }
@@ -84,12 +78,6 @@ impl Bench {
     pub(crate) fn numbered(&mut self, base: &str) -> String {
         self.names += 1;
         format!("{base}-{}", self.names)
-    }
-
-    /// A directory for a guest's files. The guest makes it when needed; it is removed with the guest or the daemon.
-    pub(crate) fn guest_dir(&mut self) -> PathBuf {
-        let name = self.numbered("guest");
-        self.daemon.dir().join(name)
     }
 
     /// The engine's process id, which changes when the engine is replaced.

@@ -5,20 +5,15 @@
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::Command;
-use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use ballast_base::Bytes;
-use ballast_testvm::GuestRam;
 use rustix::process::Signal;
 
 use crate::density::Reader;
 use crate::guest::Guest;
 use crate::helper::obey;
-use crate::order::{Answer, Backing, Order, Role, SparseConfig};
-use crate::pager::{Pager, enter};
+use crate::order::{Answer, Order, Role};
 use crate::probe::Prober;
 use crate::workload::Runner;
 use crate::{adopt, guard, plain};
@@ -36,21 +31,10 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             let mut plain = adopt::Plain::new(ram_bytes)?;
             obey(|order| plain.obey(&order))
         }
-        Role::Become { procs } => turn_into(words, procs),
+        Role::Become => turn_into(words),
         Role::Guest(config) => {
             let mut guest = Guest::new(config)?;
             obey(|order| guest.obey(order))
-        }
-        Role::Sparse(SparseConfig { socket, name, ram_bytes }) => {
-            let ram = GuestRam::new(Bytes(ram_bytes)).context("Making guest RAM")?;
-            let backing = Backing::Ballast { socket, name };
-            let mut attached = None;
-            obey(|order| {
-                let Order::Attach = order else { bail!("a sparse guest cannot do {order:?}") };
-                let start = Instant::now();
-                attached = Some(Pager::attach(&backing, &ram)?);
-                Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
-            })
         }
         Role::Reader(config) => {
             let mut reader = Reader::new(config)?;
@@ -71,7 +55,6 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             obey(|order| match order {
                 Order::Fill => runner.fill(),
                 Order::Attach => runner.attach(),
-                Order::MapHuge { percent } => runner.map_huge(percent),
                 Order::Progress => runner.progress(),
                 Order::Slice { ms } => runner.slice(ms),
                 Order::Verify => runner.verify(),
@@ -82,12 +65,9 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     }
 }
 
-/// Execute another program. The signal that ends this process with its parent, and its memory cgroup, survive the exec.
-fn turn_into(words: &[OsString], procs: Option<PathBuf>) -> Result<()> {
+/// Execute another program. The signal that ends this process with its parent survives the exec.
+fn turn_into(words: &[OsString]) -> Result<()> {
     let (program, words) = words.split_first().context("there is no program to become")?;
-    if let Some(procs) = procs {
-        enter(&Backing::Kernel { procs })?;
-    }
     let error = Command::new(program).args(words).exec();
     Err(error).with_context(|| format!("Becoming {}", program.display()))
 }

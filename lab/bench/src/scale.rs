@@ -1,54 +1,49 @@
-//! The gain of a second VM: two that are reclaimed (or restored) at once against one.
+//! Several VMs at once: the gain of a second one, and ten that are over their limits and then touch their far pages.
 //!
-//! Before: two guests of each way hold their data. After: a row has the throughput of two over that of one.
-//! Threads: the bench's one. Units: pages per second. Promise: one and two take turns, from the same state.
+//! Before: guests of each way hold their data, the kernel's in cgroups of their own. After: a row has the throughput of
+//! two over that of one, and another one the throughput of ten and the waits of each.
+//! Threads: the bench's one. Units: pages per second of all; microseconds per touch.
+//! Promise: one and two take turns, from the same state, and so do the ways.
 
 use std::time::Instant;
 
 use anyhow::Result;
 
 use crate::order::{Data, GuestKind, Pace};
+use crate::overhead;
 use crate::reclaim::rate;
 use crate::report::Row;
 use crate::rig::Bench;
+use crate::stats::median;
 use crate::subject::{Subject, Way, out, touch};
-use crate::{attach, fault_workers, many, overhead, qemu};
 
-const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
-/// The headline figures.
-const KEYS: [&str; 2] = ["scale_2_threads", "scale_2_threads_restore"];
+/// VMs of the second row.
+const VMS: usize = 10;
 
-#[derive(Default)]
-struct Series {
-    reclaim: [Vec<f64>; 2],
-    restore: [Vec<f64>; 2],
-    p99: [Vec<f64>; 2],
+/// What some guests did at the same time.
+struct Together {
+    reclaim: f64,
+    restore: f64,
+    /// Median over the guests, and the one that waited longest.
+    p50: f64,
+    p99: f64,
+    worst_p99: f64,
 }
 
-impl Series {
-    /// Measure one alone, then both at once; in every second round in the opposite order.
-    fn round(&mut self, bench: &mut Bench, pair: &mut [Subject], round: u64) -> Result<()> {
-        let [first, second] = pair else { return Ok(()) };
-        for turn in 0..2 {
-            let both = (turn + round) % 2 == 1;
-            let mut now = if both { vec![&mut *first, &mut *second] } else { vec![&mut *first] };
-            self.reclaim[usize::from(both)].push(rate(&out(bench, &mut now)?));
-            let start = Instant::now();
-            let touched = touch(&mut now, round, Pace::ALL)?;
-            let seconds = start.elapsed().as_secs_f64();
-            let pages: u64 = touched.iter().map(|touched| touched.summary.count).sum();
-            self.restore[usize::from(both)].push(pages as f64 / seconds);
-            let worst = touched.iter().map(|touched| touched.summary.p99_us).fold(0.0, f64::max);
-            self.p99[usize::from(both)].push(worst);
-        }
-        Ok(())
-    }
+fn together(bench: &mut Bench, guests: &mut [Subject], seed: u64) -> Result<Together> {
+    let reclaim = rate(&out(bench, guests)?);
+    let start = Instant::now();
+    let touched = touch(guests, seed, Pace::ALL)?;
+    let seconds = start.elapsed().as_secs_f64();
+    let pages: u64 = touched.iter().map(|touched| touched.summary.count).sum();
+    let p50: Vec<f64> = touched.iter().map(|touched| touched.summary.p50_us).collect();
+    let p99: Vec<f64> = touched.iter().map(|touched| touched.summary.p99_us).collect();
+    let middle = |values: &[f64]| median(values).unwrap_or_default();
+    let worst_p99 = p99.iter().copied().fold(0.0, f64::max);
+    Ok(Together { reclaim, restore: pages as f64 / seconds, p50: middle(&p50), p99: middle(&p99), worst_p99 })
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if bench.options.is(GuestKind::Qemu) {
-        return each(qemu::not_measured("scale", "two VMs at once against one", &KEYS));
-    }
     let (pages, repetitions) = match (bench.options.quick, bench.options.is(GuestKind::Kvm)) {
         (true, _) => (8192, 2),
         (false, false) => (24_576, 6),
@@ -59,45 +54,78 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("data", data.name());
     row.fact("pages", pages);
     row.fact("repetitions", repetitions);
-    let mut pairs: Vec<Vec<Subject>> = Vec::new();
-    for way in WAYS {
-        pairs.push(bench.subjects(&[way, way], pages, data, &mut row)?);
-    }
-    let mut series: [Series; 2] = Default::default();
-    for round in bench.progress.over("round", 0..=repetitions) {
-        for (pair, series) in pairs.iter_mut().zip(&mut series) {
-            let mut warm_up = Series::default();
-            let of = if round == 0 { &mut warm_up } else { series };
-            of.round(bench, pair, round)?;
+    let mut sides = bench.sides(&[Way::Ballast, Way::Kernel], &[pages; 2], data, &mut row)?;
+    bench.by_turns(&mut sides, repetitions, |bench, side, round| {
+        for turn in 0..2 {
+            let (guests, keys) = match (turn + round) % 2 {
+                0 => (&mut side.guests[..1], ["reclaim_1", "restore_1", "p99_1"]),
+                _ => (&mut side.guests[..], ["reclaim_2", "restore_2", "p99_2"]),
+            };
+            let of = together(bench, guests, round)?;
+            let values = [of.reclaim, of.restore, of.worst_p99];
+            keys.into_iter().zip(values).for_each(|(key, value)| side.figures.add(key, value));
+        }
+        Ok(())
+    })?;
+    for (side, prefix, out, back) in
+        [(&sides[0], "", "reclaim", "restore"), (&sides[1], "kernel_", "kernel_pageout", "kernel_swapin")]
+    {
+        let of = |key: &str| side.figures.of(key);
+        row.ratio(&format!("{prefix}scale_2_threads"), of("reclaim_2"), of("reclaim_1"));
+        row.ratio(&format!("{prefix}scale_2_threads_restore"), of("restore_2"), of("restore_1"));
+        for vms in ["1", "2"] {
+            row.figure(&format!("{out}_{vms}_pages_per_s"), of(&format!("reclaim_{vms}")));
+            row.figure(&format!("{back}_{vms}_pages_per_s"), of(&format!("restore_{vms}")));
+            row.figure(&format!("{back}_{vms}_us_p99"), of(&format!("p99_{vms}")));
         }
     }
-    pairs.iter_mut().flatten().try_for_each(Subject::verify)?;
-    let [ballast, kernel] = &series;
-    row.ratio("scale_2_threads", &ballast.reclaim[1], &ballast.reclaim[0]);
-    row.ratio("scale_2_threads_restore", &ballast.restore[1], &ballast.restore[0]);
-    row.ratio("kernel_scale_2_threads", &kernel.reclaim[1], &kernel.reclaim[0]);
-    row.ratio("kernel_scale_2_threads_restore", &kernel.restore[1], &kernel.restore[0]);
-    for (name, index) in [("1", 0), ("2", 1)] {
-        row.figure(&format!("reclaim_{name}_pages_per_s"), &ballast.reclaim[index]);
-        row.figure(&format!("kernel_pageout_{name}_pages_per_s"), &kernel.reclaim[index]);
-        row.figure(&format!("restore_{name}_pages_per_s"), &ballast.restore[index]);
-        row.figure(&format!("kernel_swapin_{name}_pages_per_s"), &kernel.restore[index]);
-        row.figure(&format!("restore_{name}_us_p99"), &ballast.p99[index]);
-        row.figure(&format!("kernel_swapin_{name}_us_p99"), &kernel.p99[index]);
-    }
-    drop(pairs);
-    if bench.options.is(GuestKind::Native) {
-        attach::measure(bench, repetitions, &mut row)?;
-    } else {
-        row.because(
-            "attaching, ten VMs at once, and the engine's memory: measured with native guests (--guest native)",
-        );
+    drop(sides);
+    if !bench.options.is(GuestKind::Native) {
+        row.because("ten VMs at once, and the engine's memory: measured with native guests (--guest native)");
+        return each(row);
     }
     each(row)?;
-    if bench.options.is(GuestKind::Native) {
-        many::run(bench, each)?;
-        fault_workers::run(bench, each)?;
-        overhead::run(bench, each)?;
+    ten(bench, each)?;
+    overhead::run(bench, each)
+}
+
+fn ten(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (pages, repetitions) = if bench.options.quick { (2048, 2) } else { (8192, 6) };
+    let data = Data::HalfCompressible;
+    let mut row = bench.row("ten VMs at once");
+    row.fact("data", data.name());
+    row.fact("vms", VMS);
+    row.fact("pages", pages);
+    row.fact("kernel_cgroups", VMS);
+    row.fact("repetitions", repetitions);
+    let mut sides = bench.sides(&[Way::Ballast, Way::Kernel, Way::Plain], &[pages; VMS], data, &mut row)?;
+    bench.by_turns(&mut sides, repetitions, |bench, side, round| {
+        let of = together(bench, &mut side.guests, round)?;
+        side.figures.add("reclaim", of.reclaim);
+        side.figures.add("restore", of.restore);
+        side.figures.add("p50", of.p50);
+        side.figures.add("p99", of.p99);
+        side.figures.add("worst_p99", of.worst_p99);
+        Ok(())
+    })?;
+    let [ballast, kernel, plain] = [0, 1, 2].map(|side| &sides[side].figures);
+    for (key, kernel_key, plain_key, figure) in [
+        ("reclaim_10_pages_per_s", "kernel_pageout_10_pages_per_s", None, "reclaim"),
+        ("restore_10_pages_per_s", "kernel_swapin_10_pages_per_s", Some("plain_10_pages_per_s"), "restore"),
+        ("restore_10_us_p50", "kernel_swapin_10_us_p50", Some("plain_10_us_p50"), "p50"),
+        ("restore_10_us_p99", "kernel_swapin_10_us_p99", Some("plain_10_us_p99"), "p99"),
+        (
+            "restore_10_worst_vm_us_p99",
+            "kernel_swapin_10_worst_vm_us_p99",
+            Some("plain_10_worst_vm_us_p99"),
+            "worst_p99",
+        ),
+    ] {
+        row.figure(key, ballast.of(figure));
+        row.figure(kernel_key, kernel.of(figure));
+        row.ratio(&format!("ratio_{key}"), ballast.of(figure), kernel.of(figure));
+        plain_key.into_iter().for_each(|key| row.figure(key, plain.of(figure)));
     }
-    Ok(())
+    row.ratio("ratio_restore_10_us_p99_plain", ballast.of("p99"), plain.of("p99"));
+    each(row)
 }

@@ -1,132 +1,156 @@
-//! The sharing of equal pages. Three guests have three of four pages in common, and all pages are far, in a group and
-//! not; twins of them are in private memory that the kernel merges. So half of all pages are copies of another, as in
-//! three real guests with the same data in Redis.
+//! Three real guests with Redis and the same data; two are busy, the third is cold. HugeScope's experiment (4.6).
 //!
-//! Before: a bench without guests. After: a row has the memory that each way saves, its CPU time, and the rate of
-//! restores.
-//! Units: saved MiB are of the memory that holds data, none of which is zeros; the memory that the engine itself uses
-//! more is subtracted. Promise: every page is verified, and KSM's settings are restored.
+//! Before: a bench without guests. After: a row has what compression alone, a group and KSM save, their CPU time, and
+//! what the two busy guests serve meanwhile and afterwards, over what they served before.
+//! Threads: one client for each busy guest. Units: MiB; saved memory is net of what the engine itself uses more, and
+//! without pages of zeros. Promise: each value that is read is checked, and all values of all guests at the end. Under
+//! an emulated CPU the rates mean little.
 
-use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
-use ballast_base::PAGE_SIZE;
-use ballast_base::units::MIB;
-use ballast_sys::Anon;
+use anyhow::{Result, bail, ensure};
+use ballast_base::{Bytes, KIB, MIB};
+use ballast_testvm::qemu::load::{self, Dataset, Mix};
+use ballast_testvm::qemu::{QemuGuest, qemu_missing};
 
+use crate::booted::{TIMEOUT, mib, words_before};
+use crate::cpu;
 use crate::ksm::Ksm;
-use crate::order::{Data, GuestKind, Pace};
-use crate::report::Row;
+use crate::machine;
+use crate::report::{Figures, Row};
 use crate::rig::Bench;
-use crate::setting;
-use crate::subject::{Subject, Way, in_turn, out, touch};
+use crate::subject::in_turn;
 
-pub(crate) const GUESTS: u8 = 3;
+const GUESTS: u8 = 3;
 /// The setting that puts all guests of this bench into one group.
-pub(crate) const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
+const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
+const MEMORY: Bytes = Bytes(256 * MIB);
+const VALUE: u64 = 4 * KIB;
+/// Data of each guest, as values.
+const DATA: u64 = 96 * MIB;
+/// What a limit takes of a busy guest and of the cold one.
+const TAKEN: [u64; GUESTS as usize] = [96 * MIB, 96 * MIB, 144 * MIB];
+/// How many guests are busy.
+const BUSY: usize = 2;
+/// How long the busy guests serve before, while memory goes or merges, and afterwards.
+const SERVE: Duration = Duration::from_secs(20);
+const GOES: Duration = Duration::from_secs(40);
 
-/// The figures of one way.
-#[derive(Default)]
-struct Series {
-    saved_mib: Vec<f64>,
-    own_mib: Vec<f64>,
-    cpu_s: Vec<f64>,
-    restore_us: Vec<f64>,
-    back_per_s: Vec<f64>,
-}
+/// The ways to save memory, by turns: the settings of the daemon, if there is one.
+const WAYS: [(&str, Option<&str>); 3] = [("compressed", Some("")), ("share", Some(GROUP)), ("ksm", None)];
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut row = bench.row("three guests, three pages of four equal");
-    if !bench.options.is(GuestKind::Native) {
-        row.because("what guests hold is made by the bench (--guest native)");
-        row.figure("share_points_over_compression", &[]);
-        return each(row);
+    if let Some(why) = qemu_missing() {
+        bail!("no guest in QEMU can run here: {why}");
     }
-    let (count, rounds) = if bench.options.quick { (4096, 2) } else { (16_384, 5) };
-    let data_mib = f64::from(GUESTS) * (count * PAGE_SIZE as u64) as f64 / MIB as f64;
-    row.fact("pages_per_guest", count);
-    row.fact("data_mib", data_mib as u64);
+    let mut row = bench.row("three guests with Redis and the same data, one cold");
+    let rounds = if bench.options.quick { 1 } else { 3 };
+    row.fact("guest_bytes", MEMORY.0);
+    row.fact("data_bytes", DATA);
     row.fact("repetitions", rounds);
-    let mut series: [Series; 3] = Default::default();
-    for round in bench.progress.over("round", 0..=rounds) {
-        // Round 0 warms up.
-        let mut warm_up: [Series; 3] = Default::default();
-        let of = if round == 0 { &mut warm_up } else { &mut series };
-        for (at, settings) in in_turn([(0, ""), (1, GROUP)], round) {
-            bench.with_settings(settings, |bench| far(bench, count, round, &mut of[at]))?;
-        }
-        if let Err(error) = merged(count, &mut of[2]) {
-            row.because(&format!("KSM: {error:#}"));
+    let mut figures = Figures::default();
+    for round in bench.progress.over("round", 1..=rounds) {
+        for (name, settings) in in_turn(WAYS, round) {
+            bench.with_settings(settings.unwrap_or_default(), |bench| {
+                measure(bench, name, settings.is_none(), &mut figures)
+            })?;
         }
     }
-    let [alone, group, ksm] = &series;
-    for (name, of) in [("compressed", alone), ("share", group)] {
-        row.figure(&format!("{name}_saved_mib"), &of.saved_mib);
-        row.figure(&format!("{name}_engine_mib"), &of.own_mib);
-        row.figure(&format!("{name}_cpu_s"), &of.cpu_s);
-        row.figure(&format!("{name}_restore_us_p50"), &of.restore_us);
-        row.figure(&format!("{name}_restore_pages_per_s"), &of.back_per_s);
-    }
-    let points = |of: &Series| {
-        let both = of.saved_mib.iter().zip(&alone.saved_mib);
-        both.map(|(saved, alone)| 100.0 * (saved - alone) / data_mib).collect::<Vec<_>>()
-    };
-    row.figure("share_points_over_compression", &points(group));
-    row.ratio("ratio_share_restore_pages_per_s", &group.back_per_s, &alone.back_per_s);
-    row.ratio("ratio_share_cpu", &group.cpu_s, &alone.cpu_s);
-    row.figure("ksm_saved_mib", &ksm.saved_mib);
-    row.figure("ksm_cpu_s", &ksm.cpu_s);
+    row.figures(&figures);
+    // In percent of the data of all guests; what else a guest holds counts as saved, too.
+    let points = figures.of("share_saved_pct").iter().zip(figures.of("compressed_saved_pct"));
+    row.figure("share_points_over_compression", &points.map(|(share, alone)| share - alone).collect::<Vec<_>>());
     each(row)
 }
 
-/// Anonymous memory of a process.
-pub(crate) fn own_mib(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/status");
-    let text = setting::read(path.as_ref())?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse().ok());
-    kib.map(|kib: f64| kib / 1024.0).with_context(|| format!("{path} has no RssAnon"))
+/// A guest, the name of its VM if it is one of Ballast's, and its data.
+struct Guest {
+    qemu: QemuGuest,
+    name: Option<String>,
+    data: Dataset,
 }
 
-/// Measure guests whose pages are all paged out and restored.
-fn far(bench: &mut Bench, count: u64, seed: u64, series: &mut Series) -> Result<()> {
-    let new = |guest| Subject::new(bench, Way::Ballast, count, Data::Equal(guest));
-    let mut guests = (0..GUESTS).map(new).collect::<Result<Vec<_>>>()?;
+impl Guest {
+    fn boot(bench: &mut Bench, is_ksm: bool) -> Result<Self> {
+        let name = (!is_ksm).then(|| bench.vm_name());
+        let prefix = words_before(name.as_deref().map(|name| (&*bench, name, &[][..])))?;
+        // Without Ballast its RAM is private, and QEMU asks for merges.
+        let builder = QemuGuest::builder().name("bench").memory(MEMORY).shared_memory(name.is_some());
+        let mut qemu = builder.prefix(prefix).spawn()?;
+        qemu.wait_ready(TIMEOUT)?;
+        if let Some(name) = &name {
+            bench.daemon.wait_for_vm(name)?;
+        }
+        let data = Dataset::new((DATA / VALUE) as usize, VALUE as usize, 1);
+        load::load(qemu.redis_addr(), &data)?;
+        Ok(Self { qemu, name, data })
+    }
+
+    /// Serves for this time; returns operations per second.
+    fn serve(&mut self, duration: Duration, seed: u64) -> Result<f64> {
+        let done = load::throughput(self.qemu.redis_addr(), &mut self.data, &Mix { duration, seed, ..Mix::default() })?;
+        let wrong = done.reads.wrong + done.reads.missing;
+        ensure!(wrong == 0, "WRONG DATA: {wrong} values of Redis: {:?}", done.reads.first_wrong);
+        Ok(done.ops_per_s())
+    }
+
+    fn verify(&self) -> Result<()> {
+        let read = load::verify(self.qemu.redis_addr(), &self.data)?;
+        ensure!(read.verified == self.data.keys(), "WRONG DATA: {} bytes of Redis", read.bytes_lost);
+        Ok(())
+    }
+}
+
+/// Memory of the engine that no file backs.
+fn own_mib(engine: u32) -> Result<f64> {
+    Ok(mib(machine::rss_anon(engine)?))
+}
+
+/// The busy guests serve; returns operations per second of all together.
+fn serve(guests: &mut [Guest], duration: Duration, seed: u64) -> Result<f64> {
+    let rates = std::thread::scope(|scope| {
+        let clients: Vec<_> =
+            guests.iter_mut().take(BUSY).map(|guest| scope.spawn(move || guest.serve(duration, seed))).collect();
+        clients.into_iter().map(|client| client.join().expect("a client does not panic")).collect::<Result<Vec<_>>>()
+    })?;
+    Ok(rates.iter().sum())
+}
+
+fn measure(bench: &mut Bench, name: &str, is_ksm: bool, figures: &mut Figures) -> Result<()> {
+    let mut guests = (0..GUESTS).map(|_| Guest::boot(bench, is_ksm)).collect::<Result<Vec<_>>>()?;
+    // Both busy guests do the same, so what they hold stays equal.
+    let before = serve(&mut guests, SERVE, 1)?;
     let engine = bench.engine_pid()?;
-    let before = own_mib(engine)?;
-    let gone = out(bench, &mut guests.iter_mut().collect::<Vec<_>>())?;
-    let (host, own) = (bench.daemon.api().host()?, own_mib(engine)? - before);
-    series.saved_mib.push((host.far_bytes as f64 - host.store_bytes as f64) / MIB as f64 - own);
-    series.own_mib.push(own);
-    series.cpu_s.push(gone.cpu_us / 1e6);
-    let begun = Instant::now();
-    let touched = touch(&mut guests.iter_mut().collect::<Vec<_>>(), seed, Pace::ALL)?;
-    series.back_per_s.push(gone.pages as f64 / begun.elapsed().as_secs_f64());
-    let p50: f64 = touched.iter().map(|touched| touched.summary.p50_us).sum();
-    series.restore_us.push(p50 / f64::from(GUESTS));
-    guests.iter_mut().try_for_each(Subject::verify)
-}
-
-/// Private memory with the same content, which KSM may merge.
-pub(crate) fn twin(guest: u8, count: u64) -> Result<Anon> {
-    let twin = Anon::new(count as usize * PAGE_SIZE).context("Mapping memory")?;
-    for page in 0..count {
-        let bytes = Data::Equal(guest).page(page);
-        for (at, word) in bytes.as_chunks().0.iter().enumerate() {
-            let offset = page as usize * PAGE_SIZE + at * 8;
-            twin.word(offset).store(u64::from_le_bytes(*word), Relaxed);
+    let (own, cpu_us) = (own_mib(engine)?, cpu::of_threads(engine, |_| true)?);
+    let ksm = if is_ksm { Some(Ksm::start()?) } else { None };
+    for (guest, taken) in guests.iter().zip(TAKEN) {
+        if let Some(name) = &guest.name {
+            let resident = bench.daemon.api().vm(name)?.resident_bytes;
+            bench.daemon.api().set_limit(name, Some(resident.saturating_sub(taken)))?;
         }
     }
-    twin.mergeable().context("Asking for a merge")?;
-    Ok(twin)
-}
-
-/// Measure the same content in private memory of one process, which KSM merges until it merges no further page.
-fn merged(count: u64, series: &mut Series) -> Result<()> {
-    let _twins = (0..GUESTS).map(|guest| twin(guest, count)).collect::<Result<Vec<_>>>()?;
-    let ksm = Ksm::start()?;
-    ksm.settle()?;
-    series.saved_mib.push(ksm.saved_mib()?);
-    series.cpu_s.push(ksm.cpu_us()? / 1e6);
-    Ok(())
+    // What is served meanwhile and afterwards, over what was served before.
+    let ratio = serve(&mut guests, GOES, 2)? / before;
+    let (saved, cpu_us) = match &ksm {
+        Some(ksm) => (ksm.saved_mib()?, ksm.cpu_us()?),
+        None => {
+            let host = bench.daemon.api().host()?;
+            let saved = mib(host.far_bytes) - mib(host.store_bytes) - (own_mib(engine)? - own);
+            (saved, cpu::of_threads(engine, |_| true)? - cpu_us)
+        }
+    };
+    for (key, value) in [
+        ("saved_mib", saved),
+        ("saved_pct", saved * 100.0 / mib(u64::from(GUESTS) * DATA)),
+        ("cpu_s", cpu_us / 1e6),
+        ("throughput_ratio", ratio),
+        ("settled_throughput_ratio", serve(&mut guests, SERVE, 3)? / before),
+    ] {
+        figures.add(&format!("{name}_{key}"), value);
+    }
+    drop(ksm);
+    for name in guests.iter().filter_map(|guest| guest.name.as_ref()) {
+        bench.daemon.api().set_limit(name, None)?;
+    }
+    guests.iter().try_for_each(Guest::verify)
 }

@@ -4,6 +4,7 @@
 //! Threads: none. Units: those of the values; times of touches are given in ns and returned in us.
 //! Promise: without values the result is `None`, or a summary that counts 0.
 
+pub use ballast_testkit::random::next as random;
 use serde::{Deserialize, Serialize};
 
 /// The distribution of one round of touches.
@@ -97,15 +98,6 @@ pub fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
 /// The mean; 0 without values.
 pub fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len().max(1) as f64
-}
-
-/// The next number of a random sequence (SplitMix64): orders of touches must be the same on every side.
-pub fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut word = *state;
-    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ word >> 31
 }
 
 /// Put values into an order that depends on the seed alone.

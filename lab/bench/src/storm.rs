@@ -10,15 +10,16 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use ballast_base::PageCount;
 
-use crate::order::{Answer, Data, GuestKind, Order, Pace};
-use crate::report::Row;
+use crate::order::{Answer, Data, Order, Pace};
+use crate::report::{Figures, Row};
 use crate::rig::Bench;
 use crate::stats::median;
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Side, Way, out, touch};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
-/// The headline figures.
-const KEYS: [&str; 2] = ["storm_victim_p99_ratio", "storm_victim_p50_ratio"];
+/// The keys of a turn alone and beside the storm.
+const SOLO: [&str; 2] = ["solo_us_p50", "solo_us_p99"];
+const BESIDE: [&str; 2] = ["beside_us_p50", "beside_us_p99"];
 /// Touches in one turn of the victim.
 const TURN: u64 = 2000;
 /// Time of the storm before the victim's turn begins.
@@ -26,51 +27,36 @@ const LEAD: Duration = Duration::from_millis(10);
 /// Pages of the neighbour, which is held to half of them.
 const NEIGHBOUR_PAGES: u64 = 16_384;
 
-#[derive(Default)]
-struct Series {
-    p50: [Vec<f64>; 2],
-    p99: [Vec<f64>; 2],
-    storm: Vec<f64>,
-}
-
-impl Series {
-    /// In each turn the victim's pages go out, and it touches some of them, alone or beside the storm.
-    fn round(&mut self, bench: &mut Bench, pair: &mut [Subject], turns: u64, seed: u64) -> Result<()> {
-        let [victim, neighbour] = pair else { return Ok(()) };
-        neighbour.hold_to(bench, PageCount(NEIGHBOUR_PAGES / 2).bytes().0)?;
-        let (mut p50, mut p99) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
-        for turn in 0..turns {
-            let beside = turn % 2 == 1;
-            out(bench, &mut [victim])?;
-            if beside {
-                neighbour.ask(&Order::Storm)?;
-                std::thread::sleep(LEAD);
-            }
-            let touched = touch(&mut [&mut *victim], seed + turn, Pace { most: TURN, ..Pace::ALL })?[0];
-            if beside {
-                let Answer::Sliced { ops, wall_us, .. } = neighbour.ask(&Order::Pause)? else {
-                    bail!("a storm does not end")
-                };
-                self.storm.push(ops as f64 * 1e6 / wall_us);
-            }
-            p50[usize::from(beside)].push(touched.summary.p50_us);
-            p99[usize::from(beside)].push(touched.summary.p99_us);
+/// In each turn the victim's pages go out, and it touches some of them, alone or beside the storm.
+fn measure(bench: &mut Bench, side: &mut Side, turns: u64, seed: u64) -> Result<()> {
+    let (victim, neighbour) = side.guests.split_at_mut(1);
+    neighbour[0].hold_to(bench, PageCount(NEIGHBOUR_PAGES / 2).bytes().0)?;
+    let mut of_turns = Figures::default();
+    for turn in 0..turns {
+        let beside = turn % 2 == 1;
+        out(bench, victim)?;
+        if beside {
+            neighbour[0].ask(&Order::Storm)?;
+            std::thread::sleep(LEAD);
         }
-        for which in 0..2 {
-            self.p50[which].extend(median(&p50[which]));
-            self.p99[which].extend(median(&p99[which]));
+        let summary = touch(victim, seed + turn, Pace { most: TURN, ..Pace::ALL })?[0].summary;
+        if beside {
+            let Answer::Sliced { ops, wall_us, .. } = neighbour[0].ask(&Order::Pause)? else {
+                bail!("a storm does not end")
+            };
+            side.figures.add("neighbour_touches_per_s", ops as f64 * 1e6 / wall_us);
         }
-        Ok(())
+        let [p50, p99] = if beside { BESIDE } else { SOLO };
+        of_turns.add(p50, summary.p50_us);
+        of_turns.add(p99, summary.p99_us);
     }
+    for key in SOLO.into_iter().chain(BESIDE) {
+        median(of_turns.of(key)).into_iter().for_each(|median| side.figures.add(key, median));
+    }
+    Ok(())
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if !bench.options.is(GuestKind::Native) {
-        let mut row = bench.row("a victim alone and beside a fault storm");
-        row.because("a storm of another guest than threads: its order of touches is not the bench's (--guest native)");
-        KEYS.iter().for_each(|key| row.figure(key, &[]));
-        return each(row);
-    }
     let (repetitions, turns) = if bench.options.quick { (2, 4) } else { (8, 10) };
     let pages = TURN + 4096;
     let data = Data::HalfCompressible;
@@ -80,41 +66,26 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("neighbour_pages", NEIGHBOUR_PAGES);
     row.fact("neighbour_limit_pages", NEIGHBOUR_PAGES / 2);
     row.fact("repetitions", repetitions);
-    let mut pairs: Vec<Vec<Subject>> = Vec::new();
-    for way in WAYS {
-        let mut pair = bench.subjects(&[way], pages, data, &mut row)?;
-        pair.extend(bench.subjects(&[way], NEIGHBOUR_PAGES, data, &mut row)?);
-        pairs.push(pair);
-    }
-    let mut series: [Series; 2] = Default::default();
-    for round in bench.progress.over("round", 0..=repetitions) {
-        for (pair, series) in pairs.iter_mut().zip(&mut series) {
-            let mut warm_up = Series::default();
-            let of = if round == 0 { &mut warm_up } else { &mut *series };
-            let result = of.round(bench, pair, turns, round * turns);
-            match result {
-                Err(error) if pair.iter().all(|subject| subject.way == Way::Kernel) => {
-                    // The kernel finds every page of the storm young, and kills the guest; Ballast's turns continue.
-                    row.because(&format!("the kernel beside a storm: {error:#} (was it out of memory? see dmesg)"));
-                    *series = Series::default();
-                    pair.clear();
-                }
-                result => result?,
+    let mut sides = bench.sides(&WAYS, &[pages, NEIGHBOUR_PAGES], data, &mut row)?;
+    bench.by_turns(&mut sides, repetitions, |bench, side, round| {
+        match measure(bench, side, turns, round * turns) {
+            Err(error) if side.way == Way::Kernel => {
+                // The kernel finds every page of the storm young, and kills the guest; Ballast's turns continue.
+                row.because(&format!("the kernel beside a storm: {error:#} (was it out of memory? see dmesg)"));
+                side.figures = Figures::default();
+                side.guests.clear();
+                Ok(())
             }
+            result => result,
         }
-    }
-    pairs.iter_mut().flatten().try_for_each(Subject::verify)?;
-    let [ballast, kernel] = &series;
-    row.ratio("storm_victim_p99_ratio", &ballast.p99[1], &ballast.p99[0]);
-    row.ratio("storm_victim_p50_ratio", &ballast.p50[1], &ballast.p50[0]);
-    row.ratio("kernel_storm_victim_p99_ratio", &kernel.p99[1], &kernel.p99[0]);
-    row.ratio("kernel_storm_victim_p50_ratio", &kernel.p50[1], &kernel.p50[0]);
-    for (side, prefix) in [(ballast, "storm_"), (kernel, "kernel_storm_")] {
-        row.figure(&format!("{prefix}solo_us_p50"), &side.p50[0]);
-        row.figure(&format!("{prefix}solo_us_p99"), &side.p99[0]);
-        row.figure(&format!("{prefix}beside_us_p50"), &side.p50[1]);
-        row.figure(&format!("{prefix}beside_us_p99"), &side.p99[1]);
-        row.figure(&format!("{prefix}neighbour_touches_per_s"), &side.storm);
+    })?;
+    for (side, prefix) in sides.iter().zip(["storm_", "kernel_storm_"]) {
+        let of = |key: &str| side.figures.of(key);
+        row.ratio(&format!("{prefix}victim_p99_ratio"), of(BESIDE[1]), of(SOLO[1]));
+        row.ratio(&format!("{prefix}victim_p50_ratio"), of(BESIDE[0]), of(SOLO[0]));
+        for key in SOLO.into_iter().chain(BESIDE).chain(["neighbour_touches_per_s"]) {
+            row.figure(&format!("{prefix}{key}"), of(key));
+        }
     }
     each(row)
 }

@@ -7,13 +7,13 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PageCount};
 use ballast_sys::memfd;
 
 use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Role, Touched};
-use crate::report::Row;
+use crate::report::{Figures, Row};
 use crate::rig::Bench;
 use crate::worker::Worker;
 use crate::{cgroup, cpu};
@@ -56,8 +56,6 @@ pub struct Subject {
     pub way: Way,
     config: GuestConfig,
     worker: Option<Worker>,
-    /// The process whose memory it is, if that is not the worker.
-    vmm: Option<u32>,
     /// Guest RAM, to read its size.
     ram: Option<File>,
     /// Its cgroup, on the kernel's side.
@@ -77,17 +75,6 @@ struct Squeeze {
 impl Subject {
     /// Make a guest. A native one is filled at once, a KVM guest before each round.
     pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
-        Self::with_fault_workers(bench, way, None, pages, data)
-    }
-
-    /// The same with a number of fault workers; `None`: the client decides.
-    pub fn with_fault_workers(
-        bench: &mut Bench,
-        way: Way,
-        fault_workers: Option<usize>,
-        pages: u64,
-        data: Data,
-    ) -> Result<Self> {
         let cgroup = if way == Way::Kernel { Some(bench.guard.cgroup()?) } else { None };
         let backing = match (way, &cgroup) {
             (Way::Kernel, Some(cgroup)) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
@@ -96,9 +83,8 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let dir = bench.guest_dir();
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, fault_workers, dir };
-        let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data };
+        let mut subject = Self { way, config, worker: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
         }
@@ -113,11 +99,10 @@ impl Subject {
             self.name.clone_from(name);
         }
         let mut worker = Worker::start(&Role::Guest(self.config.clone()))?;
-        let Answer::Filled { ram, vmm } = worker.ask(&Order::Fill)? else { bail!("a guest does not fill its memory") };
+        let Answer::Filled { ram } = worker.ask(&Order::Fill)? else { bail!("a guest does not fill its memory") };
         if let Some(path) = ram {
             self.ram = Some(File::open(&path).with_context(|| format!("Opening {}", path.display()))?);
         }
-        self.vmm = vmm;
         self.worker = Some(worker);
         if self.way.is_ours() { bench.daemon.wait_for_vm(&self.name) } else { Ok(()) }
     }
@@ -158,8 +143,7 @@ impl Subject {
 
     /// CPU time of the engine's threads and of the guest's process, whose own thread does nothing meanwhile.
     fn cpu_us(&mut self, bench: &Bench) -> Result<f64> {
-        let pid = self.vmm.unwrap_or(self.worker()?.pid());
-        Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(pid, |_| true)?)
+        Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(self.worker()?.pid(), |_| true)?)
     }
 
     /// Pages of this VM that the engine has had zapped.
@@ -168,9 +152,6 @@ impl Subject {
     }
 
     fn start_out(&mut self, bench: &Bench) -> Result<Squeeze> {
-        if self.config.kind == GuestKind::Qemu {
-            self.ask(&Order::Hold)?;
-        }
         if !self.way.is_ours() {
             self.worker()?.tell(&Order::PageOut)?;
             return Ok(Squeeze::default());
@@ -237,22 +218,54 @@ impl Subject {
     }
 }
 
+/// The guests of one way, and their figures.
+#[derive(Debug)]
+pub(crate) struct Side {
+    pub(crate) way: Way,
+    /// None if this machine lacks what the way needs.
+    pub(crate) guests: Vec<Subject>,
+    pub(crate) figures: Figures,
+}
+
 impl Bench {
-    /// A guest of each way that this machine has. Without the kernel's swap or its cgroup the row says why.
-    pub(crate) fn subjects(&mut self, ways: &[Way], pages: u64, data: Data, row: &mut Row) -> Result<Vec<Subject>> {
-        let mut subjects = Vec::new();
-        for way in ways {
-            let kernel = if *way == Way::Kernel { self.kernel.clone().map(drop) } else { Ok(()) };
-            match kernel {
-                Ok(()) => match Subject::new(self, *way, pages, data) {
-                    Ok(subject) => subjects.push(subject),
-                    Err(error) if *way == Way::Kernel => row.because(&format!("{error:#}")),
-                    Err(error) => return Err(error),
-                },
-                Err(why) => row.because(&why),
+    /// Guests of each way, each with one of these numbers of pages. Without the kernel's swap or its cgroup the row
+    /// says why there are none.
+    pub(crate) fn sides(&mut self, ways: &[Way], pages: &[u64], data: Data, row: &mut Row) -> Result<Vec<Side>> {
+        let mut sides = Vec::new();
+        for way in ways.iter().copied() {
+            let kernel = if way == Way::Kernel { self.kernel.clone() } else { Ok(Default::default()) };
+            let guests = kernel.map_err(|why| anyhow!("{why}")).and_then(|_| {
+                pages.iter().map(|pages| Subject::new(self, way, *pages, data)).collect::<Result<Vec<_>>>()
+            });
+            let guests = match guests {
+                Err(error) if way == Way::Kernel => {
+                    row.because(&format!("{error:#}"));
+                    Vec::new()
+                }
+                guests => guests?,
+            };
+            sides.push(Side { way, guests, figures: Figures::default() });
+        }
+        Ok(sides)
+    }
+
+    /// Measure all sides by turns in each round, forwards and backwards. Round 0 warms up: its figures are dropped. In
+    /// the end every byte of all guests is compared.
+    pub(crate) fn by_turns(
+        &mut self,
+        sides: &mut [Side],
+        rounds: u64,
+        mut one: impl FnMut(&mut Self, &mut Side, u64) -> Result<()>,
+    ) -> Result<()> {
+        for round in self.progress.over("round", 0..=rounds) {
+            for side in in_turn(sides.iter_mut(), round).into_iter().filter(|side| !side.guests.is_empty()) {
+                one(self, side, round)?;
+                if round == 0 {
+                    side.figures = Figures::default();
+                }
             }
         }
-        Ok(subjects)
+        sides.iter_mut().flat_map(|side| &mut side.guests).try_for_each(Subject::verify)
     }
 }
 
@@ -266,7 +279,7 @@ pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
 }
 
 /// Page out these guests, all at once. Returns the sum of pages and CPU time, and the time until the last was done.
-pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
+pub fn out(bench: &mut Bench, subjects: &mut [Subject]) -> Result<Out> {
     if bench.options.is(GuestKind::Kvm) {
         subjects.iter_mut().try_for_each(|subject| subject.start(bench))?;
     }
@@ -286,19 +299,8 @@ pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
     Ok(sum)
 }
 
-/// Have these guests serve their first `hot` pages, all at once. Returns the pages per second of all together.
-pub fn serve(subjects: &mut [Subject], hot: u64, ms: u64) -> Result<f64> {
-    subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&Order::Serve { hot, ms }))?;
-    let mut rate = 0.0;
-    for subject in subjects {
-        let Answer::Sliced { ops, wall_us, .. } = subject.worker()?.answer()? else { bail!("a guest does not serve") };
-        rate += ops as f64 * 1e6 / wall_us;
-    }
-    Ok(rate)
-}
-
 /// Have these guests touch pages that are out, all at once. Returns the figures of each.
-pub fn touch(subjects: &mut [&mut Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
+pub fn touch(subjects: &mut [Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
     let order = Order::Touch { seed, pace };
     subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&order))?;
     let mut all = Vec::new();

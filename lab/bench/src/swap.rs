@@ -1,5 +1,4 @@
-//! Swap devices: writes a swap header with a note, switches a device on and off, and swaps out another process's
-//! memory.
+//! Swap devices: writes a swap header with a note, and switches a device on and off.
 //!
 //! Before: `bench` has a zram device of its own. After: the kernel swaps to it, until it is switched off.
 //! Threads: any. Units: bytes. Promise: `sign` writes only the first page of the device.
@@ -7,13 +6,11 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use ballast_base::{Bytes, Hva, PAGE_SIZE};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use ballast_base::{Bytes, PAGE_SIZE};
 
 /// The highest priority that a swap device can have.
 pub const TOP_PRIORITY: u16 = 0x7FFF;
@@ -60,25 +57,4 @@ pub fn off(device: &Path) -> io::Result<()> {
     let path = CString::new(device.as_os_str().as_bytes())?;
     // SAFETY: the path is a live C string.
     if unsafe { libc::swapoff(path.as_ptr()) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Have the kernel reclaim a mapping of another process now (`MADV_PAGEOUT`), on the calling thread.
-pub fn page_out_of(pid: u32, start: Hva, len: u64) -> io::Result<()> {
-    let pid = Pid::from_raw(pid.cast_signed()).ok_or(io::ErrorKind::InvalidInput)?;
-    let process = pidfd_open(pid, PidfdFlags::empty())?;
-    let (mut at, mut left) = (start.0, len);
-    while left > 0 {
-        let range = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: left as usize };
-        // SAFETY: one range, alive during the call; its address is the other process's and is not followed here. The
-        // advice changes no contents.
-        let done = unsafe {
-            libc::syscall(libc::SYS_process_madvise, process.as_raw_fd(), &raw const range, 1, libc::MADV_PAGEOUT, 0)
-        };
-        match u64::try_from(done) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(done) => (at, left) = (at + done, left.saturating_sub(done)),
-            Err(_) => return Err(io::Error::last_os_error()),
-        }
-    }
-    Ok(())
 }

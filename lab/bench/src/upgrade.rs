@@ -19,7 +19,7 @@ use ballast_sys::{Uffd, program};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::density::fleet::{Fleet, Side, Turn};
-use crate::order::{GuestKind, Slice};
+use crate::order::Slice;
 use crate::probe::Probe;
 use crate::report::Row;
 use crate::rig::Bench;
@@ -32,9 +32,6 @@ const TIME: Duration = Duration::from_millis(1500);
 const LONGEST: Duration = Duration::from_secs(120);
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if !bench.options.is(GuestKind::Native) {
-        bail!("this bench has native guests alone");
-    }
     let (vms, turns) = if bench.options.quick { (2, 4) } else { (4, 20) };
     let ram_bytes = 32 * MIB;
     let mut row = bench.row(&format!("{turns} upgrades under {vms} VMs that read"));

@@ -2,11 +2,11 @@
 //!
 //! Before: the bench needs a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends
 //! with the bench.
-//! Threads: the one that started the helper. Promise: a drop ends and reaps the helper, and removes its files.
+//! Threads: the one that started the helper. Promise: a drop ends and reaps the helper.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -18,7 +18,10 @@ pub const ROLE_COMMAND: &str = "bench-role";
 
 /// The command that runs this program in a role.
 pub fn command(role: &Role) -> Result<Command> {
-    let program = std::env::current_exe().context("Finding this program's own file")?;
+    command_of(&std::env::current_exe().context("Finding this program's own file")?, role)
+}
+
+fn command_of(program: &Path, role: &Role) -> Result<Command> {
     let mut command = Command::new(program);
     command.arg(ROLE_COMMAND).arg(serde_json::to_string(role)?);
     Ok(command)
@@ -33,8 +36,6 @@ pub struct Worker {
     answers: BufReader<ChildStdout>,
     /// It ends by itself when its input ends, and must not be killed.
     is_guard: bool,
-    /// Files that it leaves behind.
-    dir: Option<PathBuf>,
 }
 
 impl Worker {
@@ -45,9 +46,7 @@ impl Worker {
 
     /// The same from this copy of the program.
     pub fn start_as(program: &Path, role: &Role) -> Result<Self> {
-        let mut command = Command::new(program);
-        command.arg(ROLE_COMMAND).arg(serde_json::to_string(role)?);
-        Self::run(role, command)
+        Self::run(role, command_of(program, role)?)
     }
 
     fn run(role: &Role, mut command: Command) -> Result<Self> {
@@ -59,8 +58,7 @@ impl Worker {
         }
         let mut child = command.spawn().context("Starting a helper of the bench")?;
         let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a helper has no output")?);
-        let dir = if let Role::Guest(config) = role { Some(config.dir.clone()) } else { None };
-        Ok(Self { child, orders, answers: BufReader::new(answers), is_guard, dir })
+        Ok(Self { child, orders, answers: BufReader::new(answers), is_guard })
     }
 
     /// Its process id.
@@ -103,9 +101,5 @@ impl Drop for Worker {
             let _ = self.child.kill();
         }
         let _ = self.child.wait();
-        if let Some(dir) = &self.dir {
-            // Most guests have no such directory.
-            let _ = std::fs::remove_dir_all(dir);
-        }
     }
 }

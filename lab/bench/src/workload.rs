@@ -12,25 +12,16 @@
 //! kernel:            Fill          Slice Slice ... [Verify]
 //! ```
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_base::{Bytes, HUGE_SIZE, Hva};
-use ballast_client::RamExtent;
-use ballast_client::pool::take;
-use ballast_sys::remote::{Collapsed, Remote};
-use ballast_testvm::{GuestKind, GuestRam, Moment, Vm};
+use ballast_testvm::{Moment, Vm};
 
 use crate::cpu;
 use crate::order::{Answer, Backing, WorkloadConfig};
 use crate::pager::{Pager, enter, own_file};
-
-/// Attempts to map RAM huge while its pages are used.
-const MAP_HUGE_TRIES: u32 = 100;
 
 pub(crate) struct Runner {
     config: WorkloadConfig,
@@ -58,12 +49,7 @@ impl Runner {
         }
         let mut spec = self.config.spec.clone();
         (spec.ops, spec.report_every) = (u64::MAX, u64::MAX);
-        let kind = if self.config.kvm { GuestKind::Kvm } else { GuestKind::Native };
-        let vm = match &self.config.backing {
-            Backing::Pool { socket, name } => Vm::with_ram(&spec, kind, of_pool(socket, name, spec.ram)?)?,
-            _ => Vm::new(&spec, kind)?,
-        };
-        Ok(self.vm.insert(Arc::new(vm)).clone())
+        Ok(self.vm.insert(Arc::new(Vm::new(&spec, self.config.kind)?)).clone())
     }
 
     /// Fill the VM's memory and let it run.
@@ -86,36 +72,15 @@ impl Runner {
             bail!("the workload VM ended: {}", ended.recv().unwrap_or_default());
         }
         self.running = Some(Running { verified, ended });
-        Ok(Answer::Filled { ram: Some(ram), vmm: None })
+        Ok(Answer::Filled { ram: Some(ram) })
     }
 
     /// Attach the VM: from now on the daemon may take its memory.
     pub(crate) fn attach(&mut self) -> Result<Answer> {
-        let is_for_it = matches!(self.config.backing, Backing::Ballast { .. } | Backing::Pool { .. });
-        ensure!(is_for_it, "this VM's memory is not for a ballastd");
+        ensure!(matches!(self.config.backing, Backing::Ballast { .. }), "this VM's memory is not for a ballastd");
         ensure!(self.pager.is_none(), "the VM is attached already");
         let vm = self.vm()?;
         self.pager = Some(Pager::attach(&self.config.backing, vm.ram())?);
-        Ok(Answer::Done)
-    }
-
-    /// Map this percentage of RAM by one entry for each unit, spread evenly: for 50 %, every second unit.
-    pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
-        let vm = self.vm()?;
-        let remote = Remote::open(std::process::id()).context("Opening this process")?;
-        let before = |unit: usize| unit * percent as usize / 100;
-        // One unit at a time: a page that is being touched is busy, and ends the call.
-        for unit in (0..vm.ram().len() / HUGE_SIZE).filter(|unit| before(unit + 1) > before(*unit)) {
-            let start = Hva((vm.ram().addr() + unit * HUGE_SIZE) as u64);
-            let mut outcome = Collapsed::Busy;
-            for _ in 0..MAP_HUGE_TRIES {
-                outcome = remote.collapse(start, HUGE_SIZE as u64).context("Mapping guest RAM huge")?;
-                if outcome != Collapsed::Busy {
-                    break;
-                }
-            }
-            ensure!(outcome == Collapsed::Done, "guest RAM cannot be mapped huge: {outcome:?} at 2 MiB number {unit}");
-        }
         Ok(Answer::Done)
     }
 
@@ -156,12 +121,4 @@ impl Runner {
     fn running(&self) -> Result<(&Vm, &Running)> {
         self.vm.as_deref().zip(self.running.as_ref()).context("the VM has not started")
     }
-}
-
-/// RAM of the pool of the daemon with this attach socket.
-fn of_pool(socket: &Path, name: &str, size: Bytes) -> Result<GuestRam> {
-    let wanted = Take { name: name.into(), size, pages: Pages::Mix, nodes: Nodes::Any };
-    let pieces = take(&socket.with_file_name("pool.sock"), &wanted).context("Taking memory of the pool")?;
-    let piece = |piece: RamExtent| (piece.fd, piece.offset.0, piece.len.0 as usize);
-    GuestRam::pieces(pieces.into_iter().map(piece).collect()).context("Mapping memory of the pool")
 }

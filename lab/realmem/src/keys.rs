@@ -21,15 +21,15 @@ const SCAN_EVERY: u64 = 10;
 const EXPONENT: f64 = 0.99;
 
 /// The order of the keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sequence {
     /// Fresh random numbers for ever.
     Random,
-    /// The sequence of [`PERIOD`] requests begins again and again: a quarter of the keys' pages are never named.
+    /// One sequence again and again, which never names a quarter of the pages.
     Repeat,
-    /// As random; each [`MOVE_EVERY`] requests, a tenth of the keys further are the popular ones.
+    /// Other keys become popular each minute.
     Moving,
-    /// As random; a tenth of the requests reads all keys in order.
+    /// A tenth of the requests reads all keys in order.
     ScanBeside,
 }
 

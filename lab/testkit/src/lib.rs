@@ -4,15 +4,17 @@
 //! test fails. Beside that: [`program`] makes executable files and [`random`] numbers that follow from a seed.
 //! [`conformance`] has the checks that every store must pass. [`NullStore`] is the simplest correct store,
 //! [`FaultyStore`] makes any store fail on command, [`pages`] makes pages of known content, [`published`] is a
-//! rule to compare with, and [`swap`] is swap that is there for a test.
+//! rule to compare with, and [`swap`] is swap that is there for a test, as [`PoolLoan`] has huge pages.
 //! Threads: none of its own. Units: none; a need is one word, like `uffd`, `kvm` or `root`.
 //! Promise: a need that the variable `REQUIRE` names (`REQUIRE=kvm,qemu`) is never skipped: the test fails.
+
 #![forbid(unsafe_code)]
 
 pub mod conformance;
 mod faulty;
 mod null;
 pub mod pages;
+mod pool_loan;
 pub mod program;
 pub mod published;
 pub mod random;
@@ -22,6 +24,7 @@ use std::fmt::Display;
 
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use null::NullStore;
+pub use pool_loan::PoolLoan;
 
 /// Say `SKIP` and why; the caller returns, or goes on with what stands in. Fails the test if `REQUIRE` names the need.
 #[track_caller]

@@ -6,7 +6,7 @@
 //! of a range's last access, but decides nothing by it, so it is not kept here. Units: counts in samples, positions in
 //! units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
 
-use ballast_ranges::{Classifier, Range, Roots, SAMPLE};
+use ballast_ranges::{Fitted, Range, Roots, SAMPLE};
 
 /// Most ranges. The paper states no bound and sees fewer than 50.
 pub const MOST_RANGES: usize = 4096;
@@ -41,6 +41,21 @@ struct Leaf {
     empty_since: Option<u64>,
 }
 
+/// A rule that makes ranges from samples.
+pub trait Classifier {
+    /// Its name in tables.
+    fn name(&self) -> &'static str;
+
+    /// Records sampled accesses.
+    fn record(&mut self, address: u64, samples: u32);
+
+    /// Ends an epoch (500 ms): makes new ranges, then halves all counts.
+    fn end_epoch(&mut self);
+
+    /// Returns the ranges of the last epoch, ascending; together they are the roots.
+    fn ranges(&self) -> &[Range];
+}
+
 /// The published rule.
 #[derive(Clone, Debug)]
 pub struct Published {
@@ -51,8 +66,8 @@ pub struct Published {
     /// Ranges of the last epoch.
     ranges: Vec<Range>,
     epoch: u64,
-    splits: u64,
-    outside: u64,
+    /// Number of divisions so far.
+    pub splits: u64,
 }
 
 impl Published {
@@ -60,7 +75,7 @@ impl Published {
     pub fn new(roots: Roots, parameters: Parameters) -> Self {
         let leaf = |(first, units)| Leaf { first, units, count: 0, born: 0, empty_since: Some(0) };
         let leaves = roots.spans().map(leaf).collect();
-        let mut made = Self { roots, parameters, leaves, ranges: Vec::new(), epoch: 0, splits: 0, outside: 0 };
+        let mut made = Self { roots, parameters, leaves, ranges: Vec::new(), epoch: 0, splits: 0 };
         made.publish();
         made
     }
@@ -123,10 +138,7 @@ impl Classifier for Published {
     }
 
     fn record(&mut self, address: u64, samples: u32) {
-        let Some(unit) = self.roots.unit_of(address) else {
-            self.outside = self.outside.saturating_add(u64::from(samples));
-            return;
-        };
+        let Some(unit) = self.roots.unit_of(address) else { return };
         let after = self.leaves.partition_point(|leaf| leaf.first <= u64::from(unit));
         let leaf = &mut self.leaves[after - 1];
         leaf.count = leaf.count.saturating_add(u64::from(samples));
@@ -146,12 +158,22 @@ impl Classifier for Published {
     fn ranges(&self) -> &[Range] {
         &self.ranges
     }
+}
 
-    fn splits(&self) -> u64 {
-        self.splits
+impl Classifier for Fitted {
+    fn name(&self) -> &'static str {
+        "fitted"
     }
 
-    fn outside(&self) -> u64 {
-        self.outside
+    fn record(&mut self, address: u64, samples: u32) {
+        self.record(address, samples, 1);
+    }
+
+    fn end_epoch(&mut self) {
+        self.end_epoch();
+    }
+
+    fn ranges(&self) -> &[Range] {
+        self.ranges()
     }
 }

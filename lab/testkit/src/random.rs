@@ -13,6 +13,12 @@ pub(crate) fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
+/// Returns the next number of the sequence with this state.
+pub fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(STEP);
+    mix(*state)
+}
+
 /// A sequence with this state; it begins with the seed.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
@@ -28,8 +34,7 @@ impl Random {
 
     /// Returns the next number.
     pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(STEP);
-        mix(self.0)
+        next(&mut self.0)
     }
 
     /// Returns the next one, below `end`.

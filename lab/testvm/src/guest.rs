@@ -57,18 +57,16 @@ pub const KIND_ZIPF: u32 = 3;
 pub const KIND_IDLE: u32 = 4;
 /// Workload kind: cells by a bell curve, then uniformly, then in sequence, for `move_at` operations each.
 pub const KIND_STORE: u32 = 5;
-/// Workload kind: a cycle of stages, each with a part of the cells and a pattern. `law` defines their table.
-pub const KIND_STAGES: u32 = 6;
 /// Workload kind, a program: a graph search.
-pub const KIND_GRAPH: u32 = 7;
+pub const KIND_GRAPH: u32 = 6;
 /// Workload kind, a program: a matrix product.
-pub const KIND_MATRIX: u32 = 8;
+pub const KIND_MATRIX: u32 = 7;
 /// Workload kind, a program: a table scan.
-pub const KIND_SCAN: u32 = 9;
+pub const KIND_SCAN: u32 = 8;
 
 /// Set in a cell's version word when an operation (read or write) touched the cell.
 pub const TOUCHED: u32 = 1 << 31;
-/// Words that an operation checks and updates unless `thorough` is set: the first, the last, and six between.
+/// Words that an operation checks and updates: the first, the last, and six between.
 pub const SAMPLES: u64 = 8;
 /// Wrong words of which a job has a full record. Further ones are only counted.
 pub const MAX_RECORDS: usize = 16;
@@ -114,26 +112,16 @@ pub struct Params {
     pub hot_below: u64,
     /// Cells in the hot set.
     pub hot_cells: u64,
-    /// Stages in the table of a job of kind `KIND_STAGES`, at least one.
-    pub stages: u64,
-    /// Operation at which the hot set moves by half of the worker's cells. For a store: operations with each pattern.
+    /// For a store: operations with each pattern.
     pub move_at: u64,
     /// Maps ranks to cells: `rank * stride % cells`. It is coprime with `cells`. 1 keeps the order.
     pub stride: u64,
-    /// Hot cells that are adjacent, at the start. The others are `gap` cells apart. Used if `gap` is not 0.
-    pub solid: u64,
-    /// Cells between two hot cells behind the first `solid`. 0: `stride` alone maps ranks to cells.
-    pub gap: u64,
     /// Operations between two reports to the host.
     pub report_every: u64,
-    /// TSC ticks for which the worker computes after each operation.
-    pub think_ticks: u64,
     /// One of the `KIND_` constants.
     pub kind: u32,
     /// Nonzero: every second 64 bytes of a cell repeat one word, so the data compresses to about half.
     pub half: u32,
-    /// Nonzero: operations check and write all words of the cell.
-    pub thorough: u32,
     /// Nonzero: measure every operation.
     pub latency: u32,
 }
@@ -270,10 +258,9 @@ impl<P: Port> Worker<'_, P> {
         let old = unsafe { slot.read_volatile() } & !TOUCHED;
         let new = if write { old.wrapping_add(1) & !TOUCHED } else { old };
         let (before, after) = (params.contents(cell, old), params.contents(cell, new));
-        let count = if params.thorough != 0 { words } else { SAMPLES };
-        for i in 0..count {
-            let index = if params.thorough != 0 { i } else { sample(i, words) };
-            // SAFETY: `index < words` for both kinds, so the word is in the worker's cell, inside guest RAM.
+        for i in 0..SAMPLES {
+            let index = sample(i, words);
+            // SAFETY: `index < words`, so the word is in the worker's cell, inside guest RAM.
             unsafe {
                 self.check(cell, index, before.word(index));
                 if write {
@@ -314,12 +301,6 @@ impl<P: Port> Worker<'_, P> {
             operation(self, op);
             if params.latency != 0 {
                 self.record(op, ticks().wrapping_sub(start));
-            }
-            if params.think_ticks != 0 {
-                let since = ticks();
-                while ticks().wrapping_sub(since) < params.think_ticks {
-                    core::hint::spin_loop();
-                }
             }
             op = op.wrapping_add(1);
             job.ops_done.store(op, Relaxed);
@@ -371,10 +352,10 @@ impl<P: Port> Worker<'_, P> {
             let (filled, current) = (params.contents(cell, 0), params.contents(cell, version));
             let mut samples_seen = 0;
             for index in 0..words {
-                // Operations that are not thorough leave all but the samples as they were filled.
+                // Operations leave all but the samples as they were filled.
                 let sampled = index == sample(samples_seen, words);
                 samples_seen += sampled as u64;
-                let expected = if sampled || params.thorough != 0 { current } else { filled };
+                let expected = if sampled { current } else { filled };
                 // SAFETY: a word of one of the worker's cells is inside guest RAM.
                 unsafe { self.check(cell, index, expected.word(index)) };
             }

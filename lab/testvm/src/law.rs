@@ -4,20 +4,7 @@
 //! operations, hashes, random numbers and buckets. Threads: none. Units: as in `guest`, the parent module.
 //! Promise: every function is pure, uses only `core` and cannot panic, also in a KVM vCPU.
 
-use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STAGES, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
-
-/// Random numbers that the choice of one operation consumes.
-pub const ROLLS: u64 = 2;
-
-/// Words of a stage in the table of a job of kind `KIND_STAGES`: the operation before which the stage ends, counted
-/// from the start of the first stage; its first cell; its count of cells; and a `PATTERN_` constant.
-pub const STAGE_WORDS: u64 = 4;
-/// Pattern by a bell curve: it takes cells in the middle most often. A store has the patterns in this order.
-pub const PATTERN_BELL: u64 = 0;
-/// Pattern that takes all cells with the same chance.
-pub const PATTERN_UNIFORM: u64 = 1;
-/// Pattern that takes one cell after the other.
-pub const PATTERN_SEQUENTIAL: u64 = 2;
+use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
 
 /// 2^64 divided by the golden ratio, odd.
 pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -37,12 +24,6 @@ pub fn next_random(state: &mut u64) -> u64 {
     mix(*state)
 }
 
-/// The state of a random sequence after `count` numbers.
-#[inline]
-pub const fn skip_random(state: u64, count: u64) -> u64 {
-    state.wrapping_add(GOLDEN.wrapping_mul(count))
-}
-
 /// `random` scaled to `0..bound`.
 #[inline]
 pub const fn below(random: u64, bound: u64) -> u64 {
@@ -55,13 +36,13 @@ const fn quarters(word: u64) -> u64 {
     (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
 }
 
-/// Returns the cell, below `cells`, that operation number `op` of a pattern takes.
+/// Returns the cell, below `cells`, that operation number `op` of a store takes in one of its three patterns.
 #[inline]
-const fn by_pattern(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
+const fn of_store(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
     match pattern {
-        // The sum of four 16-bit numbers. Its standard deviation is a seventh of the cells.
-        PATTERN_BELL => below(quarters(random) << 46, cells),
-        PATTERN_SEQUENTIAL if cells > 0 => op % cells,
+        // A bell curve: the sum of four 16-bit numbers. Its standard deviation is a seventh of the cells.
+        0 => below(quarters(random) << 46, cells),
+        2 if cells > 0 => op % cells,
         _ => below(random, cells),
     }
 }
@@ -117,14 +98,10 @@ impl Params {
         let write = (choice >> 32) < self.write_below;
         let rank = match self.kind {
             KIND_SEQUENTIAL => op % self.cells.max(1),
+            KIND_HOTSET if (choice & 0xFFFF_FFFF) < self.hot_below => below(place, self.hot_cells),
             KIND_HOTSET => {
-                let base = if op < self.move_at { 0 } else { self.cells / 2 };
-                let rank = if (choice & 0xFFFF_FFFF) < self.hot_below {
-                    below(place, self.hot_cells)
-                } else {
-                    self.hot_cells.wrapping_add(below(place, self.cells.wrapping_sub(self.hot_cells)))
-                };
-                base.wrapping_add(rank) % self.cells.max(1)
+                let rank = self.hot_cells.wrapping_add(below(place, self.cells.wrapping_sub(self.hot_cells)));
+                rank % self.cells.max(1)
             }
             KIND_ZIPF => {
                 // The first rank whose cumulative weight exceeds `place`.
@@ -135,37 +112,16 @@ impl Params {
                 }
                 low
             }
-            KIND_STORE => by_pattern(op / self.move_at.max(1) % 3, op, place, self.cells),
-            KIND_STAGES => self.stage(op, place, weight),
+            KIND_STORE => of_store(op / self.move_at.max(1) % 3, op, place, self.cells),
             _ => below(place, self.cells),
         };
         (self.place(rank), write)
     }
 
-    /// Returns the rank that an operation of a job of kind `KIND_STAGES` takes.
-    #[inline]
-    fn stage(&self, op: u64, place: u64, table: impl Fn(u64) -> u64) -> u64 {
-        let (mut stage, mut began) = (0u64, 0);
-        let at = op % table(self.stages.wrapping_sub(1).wrapping_mul(STAGE_WORDS)).max(1);
-        while stage.wrapping_add(1) < self.stages && table(stage.wrapping_mul(STAGE_WORDS)) <= at {
-            began = table(stage.wrapping_mul(STAGE_WORDS));
-            stage = stage.wrapping_add(1);
-        }
-        let word = |index| table(stage.wrapping_mul(STAGE_WORDS).wrapping_add(index));
-        word(1).wrapping_add(by_pattern(word(3), at.wrapping_sub(began), place, word(2)))
-    }
-
     /// Returns the cell (counted from the worker's first) of this rank.
     #[inline]
     pub fn place(&self, rank: u64) -> u64 {
-        let local = if self.gap == 0 {
-            rank.wrapping_mul(self.stride)
-        } else if rank < self.solid {
-            rank
-        } else {
-            self.solid.wrapping_add(rank.wrapping_sub(self.solid).wrapping_mul(self.gap))
-        };
-        local % self.cells.max(1)
+        rank.wrapping_mul(self.stride) % self.cells.max(1)
     }
 }
 

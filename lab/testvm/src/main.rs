@@ -1,6 +1,6 @@
-//! `ballast-testvm`: runs one workload in a test VM and prints its outcome as one line.
+//! `ballast-testvm`: runs one workload in a test VM and prints its outcome as one line of JSON.
 //!
-//! Before: the command line. After: stdout has the outcome. Stderr has wrong words, as they are found, and progress.
+//! Before: the command line. After: stdout has the outcome. Stderr has wrong words, as they are found.
 //! Threads: one per worker, one that watches for the end, one that reads stdin if an option needs it.
 //! Promise: exit code 0 = right, 1 = wrong bytes or another outcome than the model's, 2 = usage, 3 = KVM is missing,
 //! 4 = the run failed.
@@ -10,12 +10,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
 use ballast_testvm::park::Parking;
-use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload};
+use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Spec, Vm, Workload};
 use clap::Parser;
 
 /// Run a workload with a known outcome on guest RAM.
@@ -45,31 +45,12 @@ struct Args {
     /// Seed of contents and choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Fraction of operations that write
-    #[arg(long, default_value_t = 0.5)]
-    write_fraction: f64,
-    /// Size of the piece of memory that one operation takes [default: 4096B, zipf 1K]
-    #[arg(long)]
-    cell: Option<Bytes>,
     /// Fraction of cells that are all zero
     #[arg(long, default_value_t = 0.0)]
     zero_fraction: f64,
     /// Fill with contents that do not compress, instead of half-compressible ones
     #[arg(long)]
     incompressible: bool,
-    /// Check and write all words of the cell in every operation, instead of eight
-    #[arg(long)]
-    thorough: bool,
-    /// Placement of hot cells [default: contiguous, zipf scattered]
-    #[arg(long, value_enum)]
-    placement: Option<Placement>,
-    /// `phase`: the operation at which the hot set moves [default: the middle]; `store`: operations with each pattern
-    /// [default: a third]
-    #[arg(long)]
-    move_at: Option<u64>,
-    /// Rounds of computing before each operation, about 3 ns each
-    #[arg(long, default_value_t = 0)]
-    think: u64,
     /// Measure every operation and report percentiles and the longest stall
     #[arg(long)]
     latency: bool,
@@ -83,12 +64,6 @@ struct Args {
     /// other line ends the operations
     #[arg(long, value_name = "FILE", requires = "until_stdin")]
     park_on: Option<PathBuf>,
-    /// Print progress to stderr at this interval
-    #[arg(long, value_name = "MS")]
-    progress_ms: Option<u64>,
-    /// Print the outcome as one line of JSON
-    #[arg(long)]
-    json: bool,
     /// Attach the guest's RAM to a ballastd under this name
     #[arg(long, value_name = "NAME")]
     attach: Option<String>,
@@ -107,19 +82,9 @@ impl Args {
         spec.huge_pages = self.huge_pages;
         spec.threads = self.threads;
         spec.seed = self.seed;
-        spec.write_fraction = self.write_fraction;
         spec.zero_fraction = self.zero_fraction;
         spec.half_compressible = !self.incompressible;
-        spec.thorough = self.thorough;
-        spec.move_at = self.move_at;
         spec.latency = self.latency;
-        spec.think = self.think;
-        if let Some(cell) = self.cell {
-            spec.cell = cell;
-        }
-        if let Some(placement) = self.placement {
-            spec.placement = placement;
-        }
         spec
     }
 }
@@ -129,29 +94,15 @@ enum End {
     Finished,
 }
 
-/// Stop the VM on `news` or when its time is over. Prints progress until it has finished.
+/// Stop the VM on `news` or when its time is over.
 fn watch(args: &Args, vm: &Vm, news: Receiver<End>) {
-    let start = Instant::now();
-    let mut end = args.seconds.map(|seconds| start + Duration::from_secs_f64(seconds));
-    let interval = Duration::from_millis(args.progress_ms.unwrap_or(u64::from(u32::MAX)).max(1));
-    let mut next = start + interval;
+    let mut time = args.seconds.map_or(Duration::MAX, Duration::from_secs_f64);
     loop {
-        let until = end.map_or(next, |end| end.min(next));
-        match news.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(End::Stop) => vm.stop(),
+        match news.recv_timeout(time) {
             Ok(End::Finished) | Err(RecvTimeoutError::Disconnected) => return,
-            Err(RecvTimeoutError::Timeout) => {
-                if end.is_some_and(|end| end <= Instant::now()) {
-                    vm.stop();
-                    end = None;
-                }
-                if next <= Instant::now() {
-                    let progress = serde_json::to_string(&vm.progress()).unwrap_or_default();
-                    eprintln!("{{\"elapsed_ms\":{},\"progress\":{progress}}}", start.elapsed().as_millis());
-                    next += interval;
-                }
-            }
+            Ok(End::Stop) | Err(RecvTimeoutError::Timeout) => vm.stop(),
         }
+        time = Duration::MAX;
     }
 }
 
@@ -218,37 +169,6 @@ fn attach(args: &Args, name: &str, ram: &GuestRam) -> Client {
     })
 }
 
-fn print(args: &Args, outcome: &Outcome) {
-    if args.json {
-        println!("{}", serde_json::to_string(outcome).expect("an outcome is plain data"));
-        return;
-    }
-    println!(
-        "{} guest={:?} workload={:?} ram={} threads={} ops={} ops_per_s={:.0} touched_pages={} checksum={:#018x} \
-         model={:#018x} wrong_bytes={} fill_ms={:.0} run_ms={:.0} verify_ms={:.0}",
-        if outcome.is_right() { "RIGHT" } else { "WRONG" },
-        outcome.guest,
-        outcome.workload,
-        Bytes(outcome.ram_bytes),
-        outcome.threads,
-        outcome.ops,
-        outcome.ops_per_s,
-        outcome.touched_pages,
-        outcome.checksum,
-        outcome.model_checksum,
-        outcome.wrong_bytes,
-        outcome.fill_ms,
-        outcome.run_ms,
-        outcome.verify_ms,
-    );
-    if let Some(latency) = &outcome.latency {
-        println!(
-            "operation_ns p50={} p99={} p999={} max={} max_worker={} max_op={}",
-            latency.p50_ns, latency.p99_ns, latency.p999_ns, latency.max_ns, latency.max_worker, latency.max_op
-        );
-    }
-}
-
 fn main() -> ExitCode {
     let args = Args::parse();
     let endless = args.ops == 0 || args.workload == Workload::Idle;
@@ -262,7 +182,7 @@ fn main() -> ExitCode {
     }
     match run(&args) {
         Ok(outcome) => {
-            print(&args, &outcome);
+            println!("{}", serde_json::to_string(&outcome).expect("an outcome is plain data"));
             if outcome.is_right() { ExitCode::SUCCESS } else { ExitCode::from(1) }
         }
         Err(error) => {

@@ -4,13 +4,13 @@
 //! Threads: none. Units: in every key. Checksums and words are hexadecimal text, because JSON numbers lose bits.
 //! Promise: `is_right` is true only if no word was wrong *and* the run agrees with a model that never reads guest RAM.
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::guest;
 use crate::workload::Workload;
 
 /// The kind of the workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum GuestKind {
     /// Threads of this process.
@@ -52,8 +52,6 @@ pub struct Outcome {
     pub touched_cells: u64,
     /// Cells that the operations touched, by the model.
     pub model_touched_cells: u64,
-    /// Pages that the operations touched, by the model.
-    pub touched_pages: u64,
     /// Time to fill RAM.
     pub fill_ms: f64,
     /// Time of the operations.

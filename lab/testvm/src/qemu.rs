@@ -11,7 +11,6 @@ mod console;
 mod error;
 mod guest;
 mod image;
-mod initrd;
 pub mod load;
 mod qmp;
 #[cfg(test)]

@@ -1,8 +1,7 @@
-//! Guest RAM: a shared memory file, or pieces of several, mapped at a huge-page aligned address.
+//! Guest RAM: a shared memory file, mapped at a huge-page aligned address.
 //!
-//! Before: `sys::memfd` creates the file, or a pool gives pieces. After: workers read and write it. A pager takes pages
-//! out at any time.
-//! Threads: any. Units: offsets are bytes from the start of RAM, which is also the start of the file, if RAM is one.
+//! Before: `sys::memfd` creates the file. After: workers read and write it. A pager takes pages out at any time.
+//! Threads: any. Units: offsets are bytes from the start of RAM, which is also the start of the file.
 //! Promise: file offset and address agree modulo 2 MiB, so the kernel can map every huge page of a file as one. There
 //! is no Rust reference to non-atomic memory inside RAM.
 
@@ -17,8 +16,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 /// The RAM of a test VM, in the process that acts as the VMM.
 #[derive(Debug)]
 pub struct GuestRam {
-    /// Files, offsets and lengths, in the order of RAM; at least one.
-    pieces: Vec<(OwnedFd, u64, usize)>,
+    memfd: OwnedFd,
     /// The reserved address space, in which an aligned start fits.
     reserved: NonNull<u8>,
     reserved_len: usize,
@@ -42,10 +40,8 @@ impl GuestRam {
         Self::of(ballast_sys::memfd::create_huge("ballast-testvm-ram", size)?, size)
     }
 
-    /// Map pieces of files one after the other: files, offsets and lengths, multiples of 2 MiB.
-    pub fn pieces(pieces: Vec<(OwnedFd, u64, usize)>) -> io::Result<Self> {
-        let len = pieces.iter().try_fold(0usize, |sum, (_, _, len)| sum.checked_add(*len));
-        let len = len.filter(|len| *len > 0).ok_or(io::ErrorKind::InvalidInput)?;
+    fn of(memfd: OwnedFd, size: Bytes) -> io::Result<Self> {
+        let len = usize::try_from(size.0).map_err(io::Error::other)?;
         let reserved_len = len.checked_add(HUGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range; nothing is replaced.
@@ -56,31 +52,16 @@ impl GuestRam {
             return Err(io::Error::other("mmap returned the null address"));
         };
         // From here on an error unmaps it with the rest.
-        let ram = Self { pieces, reserved, reserved_len, base, len };
+        let ram = Self { memfd, reserved, reserved_len, base, len };
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
-        let mut at = 0;
-        for (file, offset, len) in &ram.pieces {
-            let place = ram.ptr(at, *len).cast();
-            // SAFETY: the range is inside RAM, which is inside the reserved range (`aligned + len <= reserved + len +
-            // HUGE_SIZE`). Nobody else uses that.
-            unsafe { rustix::mm::mmap(place, *len, prot, flags | MapFlags::FIXED, file.as_fd(), *offset)? };
-            at += len;
-        }
+        // SAFETY: RAM is inside the reserved range (`aligned + len <= reserved + len + HUGE_SIZE`). No other user.
+        unsafe { rustix::mm::mmap(ram.ptr(0, len).cast(), len, prot, flags | MapFlags::FIXED, &ram.memfd, 0)? };
         Ok(ram)
     }
 
-    fn of(memfd: OwnedFd, size: Bytes) -> io::Result<Self> {
-        Self::pieces(vec![(memfd, 0, usize::try_from(size.0).map_err(io::Error::other)?)])
-    }
-
-    /// Returns the files of RAM with offsets and lengths, in the order of RAM.
-    pub fn files(&self) -> impl Iterator<Item = (BorrowedFd<'_>, u64, usize)> {
-        self.pieces.iter().map(|(file, offset, len)| (file.as_fd(), *offset, *len))
-    }
-
-    /// Returns the memory file; the first one, if RAM is pieces of several.
+    /// Returns the memory file.
     pub fn memfd(&self) -> BorrowedFd<'_> {
-        self.pieces[0].0.as_fd()
+        self.memfd.as_fd()
     }
 
     /// Returns the address of the first byte in this process, a multiple of 2 MiB.
@@ -170,22 +151,6 @@ mod tests {
         ram.zap(0, ram.len()).expect("zap");
         assert_eq!(ram.word(4096).load(Relaxed), 5);
         assert_eq!(ballast_sys::memfd::resident(ram.memfd()).expect("stat").0, 1);
-    }
-
-    #[test]
-    fn pieces_of_files_are_one_range_in_their_order() {
-        let file = || ballast_sys::memfd::create("ballast-testvm-ram", Bytes(4 << 20)).expect("file");
-        let (first, second) = (file(), file());
-        let ram = GuestRam::pieces(vec![(first, 2 << 20, 2 << 20), (second, 0, 4 << 20)]).expect("ram");
-        ram.word(0).store(7, Relaxed);
-        ram.word(2 << 20).store(8, Relaxed);
-        let found = ram.files().map(|(file, offset, _)| {
-            let mut word = [0; 8];
-            rustix::io::pread(file, &mut word, offset).expect("read");
-            u64::from_ne_bytes(word)
-        });
-        assert_eq!((found.collect::<Vec<_>>(), ram.len()), (vec![7, 8], 6 << 20));
-        assert!(GuestRam::pieces(Vec::new()).is_err());
     }
 
     #[test]

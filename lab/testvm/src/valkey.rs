@@ -1,7 +1,7 @@
 //! Clusters of Valkey (or Redis) servers on loopback, with primaries and replicas, that a test can kill, stop and fill.
 //!
 //! Before: `scripts/valkey.sh` unpacked the server. After: tests of the remote store use the cluster.
-//! Threads: the caller's, and those of relays if there is a network. Units: ports on 127.0.0.1, free when they were
+//! Threads: the caller's. Units: ports on 127.0.0.1, free when they were
 //! picked; memory is `Bytes`.
 //! Promise: servers write no data to disk; their logs are in a directory that is removed with the cluster. Each server
 //! ends when the cluster is dropped, or when the thread that started it ends. A client library that the product does
@@ -15,7 +15,6 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::relay::Relay;
 use ballast_base::Bytes;
 use redis::{Connection, Value};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
@@ -38,9 +37,6 @@ pub struct Layout {
     pub maxmemory: Bytes,
     /// Serve clients also under TLS, on a second port, where they must have a certificate.
     pub tls: bool,
-    /// Latency of a network between the nodes, and between them and all clients, in one direction: relays carry all
-    /// but the messages of the cluster's bus. 0 is loopback alone.
-    pub latency: Duration,
 }
 
 impl Default for Layout {
@@ -51,7 +47,6 @@ impl Default for Layout {
             node_timeout: Duration::from_secs(1),
             maxmemory: Bytes(512 << 20),
             tls: false,
-            latency: Duration::ZERO,
         }
     }
 }
@@ -70,9 +65,6 @@ struct Server {
     port: u16,
     bus: u16,
     tls: u16,
-    /// The ports that it listens on itself: the same, unless a relay has those.
-    own: [u16; 2],
-    relays: Vec<Relay>,
     child: Option<Child>,
 }
 
@@ -83,15 +75,6 @@ impl Drop for Server {
 }
 
 impl Server {
-    fn new([port, bus, tls]: [u16; 3], own: [u16; 2], latency: Duration) -> io::Result<Self> {
-        if latency.is_zero() {
-            return Ok(Self { port, bus, tls, own: [port, tls], relays: Vec::new(), child: None });
-        }
-        let relay = |(from, to)| Relay::start(TcpListener::bind(("127.0.0.1", from))?, to, latency);
-        let relays = [port, tls].into_iter().zip(own).map(relay).collect::<io::Result<_>>()?;
-        Ok(Self { port, bus, tls, own, relays, child: None })
-    }
-
     fn end(&mut self) {
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
@@ -198,9 +181,9 @@ impl Valkey {
     fn start_once(layout: Layout) -> io::Result<Self> {
         let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
         let count = layout.primaries * (1 + layout.replicas);
-        let ports = free_ports(count * 5)?;
-        let server = |ports: &[u16]| Server::new([ports[0], ports[1], ports[2]], [ports[3], ports[4]], layout.latency);
-        let nodes = ports.chunks(5).map(server).collect::<io::Result<_>>()?;
+        let ports = free_ports(count * 3)?;
+        let server = |[port, bus, tls]: &[u16; 3]| Server { port: *port, bus: *bus, tls: *tls, child: None };
+        let nodes = ports.as_chunks().0.iter().map(server).collect();
         let mut cluster = Self { nodes, layout, dir: tempfile::tempdir()?, program };
         if layout.tls {
             certify(cluster.dir.path())?;
@@ -306,27 +289,16 @@ impl Valkey {
         let dir = self.dir.path().join(node.to_string());
         std::fs::create_dir_all(&dir)?;
         let log = dir.join("log");
-        let Server { port, bus, tls, own, ref relays, .. } = self.nodes[node];
+        let Server { port, bus, tls, .. } = self.nodes[node];
         let timeout = self.layout.node_timeout.as_millis().to_string();
         let mut command = Command::new(&self.program);
-        command.args(["--bind", "127.0.0.1", "--port", &own[0].to_string(), "--cluster-port", &bus.to_string()]);
-        if !relays.is_empty() {
-            command.args([
-                "--cluster-announce-port",
-                &port.to_string(),
-                "--cluster-announce-bus-port",
-                &bus.to_string(),
-            ]);
-        }
+        command.args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--cluster-port", &bus.to_string()]);
         command.args(["--save", "", "--appendonly", "no", "--cluster-enabled", "yes"]);
         command.args(["--cluster-node-timeout", &timeout, "--cluster-require-full-coverage", "no"]);
         command.args(["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]);
         command.args(["--maxmemory", &self.layout.maxmemory.0.to_string(), "--maxmemory-policy", "noeviction"]);
         if self.layout.tls {
-            command.args(["--tls-port", &own[1].to_string(), "--tls-auth-clients", "yes"]);
-            if !relays.is_empty() {
-                command.args(["--cluster-announce-tls-port", &tls.to_string()]);
-            }
+            command.args(["--tls-port", &tls.to_string(), "--tls-auth-clients", "yes"]);
             for (word, file) in [("ca-cert", "ca.pem"), ("cert", "server.pem"), ("key", "server.key")] {
                 command.arg(format!("--tls-{word}-file")).arg(self.dir.path().join(file));
             }
@@ -371,7 +343,7 @@ impl Valkey {
 
     fn connect(&self, node: usize) -> io::Result<Connection> {
         // Past the relay: what tests ask of the cluster is not measured.
-        let client = redis::Client::open(format!("redis://127.0.0.1:{}/", self.nodes[node].own[0])).map_err(other)?;
+        let client = redis::Client::open(format!("redis://127.0.0.1:{}/", self.nodes[node].port)).map_err(other)?;
         let connection = client.get_connection_with_timeout(Duration::from_secs(1)).map_err(other)?;
         connection.set_read_timeout(Some(Duration::from_secs(5))).map_err(other)?;
         Ok(connection)

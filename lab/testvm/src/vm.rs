@@ -93,17 +93,9 @@ impl Vm {
         spec.validate()?;
         let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
         let ram = make_ram(spec.ram);
-        let ram = ram.map_err(|source| Error::Memory { what: "guest RAM", size: spec.ram, source })?;
-        Self::with_ram(spec, kind, ram)
-    }
-
-    /// The same with this RAM, which has the spec's size and is all zeros.
-    pub fn with_ram(spec: &Spec, kind: GuestKind, ram: GuestRam) -> Result<Self, Error> {
-        let mut plan = spec.plan()?;
         let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
-        if ram.len() as u64 != spec.ram.0 {
-            return Err(memory("guest RAM", spec.ram.0)(std::io::ErrorKind::InvalidInput.into()));
-        }
+        let ram = ram.map_err(memory("guest RAM", spec.ram.0))?;
+        let mut plan = spec.plan()?;
         let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
         let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
         let tables: Vec<Vec<u64>> = plan.iter().map(|params| spec.weights(params)).collect();
@@ -149,11 +141,6 @@ impl Vm {
     /// Returns guest RAM: its memory file and its mapping.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
-    }
-
-    /// Returns the spec of this VM.
-    pub fn spec(&self) -> &Spec {
-        &self.spec
     }
 
     /// Returns the present progress of the workers. It does not slow them down.
@@ -311,7 +298,6 @@ impl Vm {
                 .collect(),
             touched_cells: workers.map(|worker| self.touched_cells(worker)).sum(),
             model_touched_cells: expected.touched_cells,
-            touched_pages: expected.touched.len(),
             fill_ms,
             run_ms,
             verify_ms,

@@ -22,8 +22,6 @@ pub enum Workload {
     Hotset,
     /// A key-value store: gets and puts of values of mixed sizes, with keys by a Zipf law of exponent 0.99.
     Zipf,
-    /// A hot set that moves by half of the memory at a known operation.
-    Phase,
     /// No operations: it fills RAM, and waits until it is stopped.
     Idle,
     /// A key-value store under changing load: keys by a bell curve, then uniformly, then in sequence.
@@ -34,35 +32,10 @@ pub enum Workload {
     Matrix,
     /// Queries that scan a table, most often its recent quarter, and sum groups in a small hash table.
     Scan,
-    /// A cycle of stages, each with its own part of the memory: a program whose need changes. See [`Spec::stages`].
-    #[value(skip)]
-    Stages,
 }
 
-/// A stage of [`Workload::Stages`].
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Stage {
-    /// Operations of each worker.
-    pub ops: u64,
-    /// Start of its memory, as a fraction of the worker's.
-    pub from: f64,
-    /// Size of its memory, as a fraction of the worker's.
-    pub part: f64,
-    /// The order in which operations take its cells.
-    pub pattern: Pattern,
-}
-
-/// The order in which the operations of a stage take its cells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Pattern {
-    /// One cell after the other.
-    Sequential,
-    /// All cells with the same chance.
-    Uniform,
-    /// A bell curve: two thirds of the operations are within a seventh to either side of the middle.
-    Bell,
-}
+/// The exponent of `zipf`.
+const ZIPF: f64 = 0.99;
 
 /// Placement of hot cells in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -99,28 +72,16 @@ pub struct Spec {
     pub half_compressible: bool,
     /// Fraction of cells that are all zero, after the fill and after every full write.
     pub zero_fraction: f64,
-    /// Operations check and write every word of a cell, instead of eight. The final check always covers all words.
-    pub thorough: bool,
-    /// Fraction of the cells that is hot (`hotset`, `phase`).
+    /// Fraction of the cells that is hot (`hotset`).
     pub hot_fraction: f64,
-    /// Fraction of operations that take a hot cell. For `zipf`, the share of accesses that defines "hot".
+    /// Fraction of operations that take a hot cell.
     pub hot_weight: f64,
-    /// The exponent of `zipf`.
-    pub zipf_exponent: f64,
-    /// `phase`: the operation, over all workers, at which the hot set moves; `None` means the middle. `store`:
-    /// operations with each pattern; `None` means a third.
+    /// `store`: operations with each pattern, over all workers; `None` means a third.
     pub move_at: Option<u64>,
-    /// The stages of workload `stages`, at least one.
-    pub stages: Vec<Stage>,
     /// Placement of the hot cells.
     pub placement: Placement,
-    /// For `hotset` with a `hot_weight` of 1: this fraction of the hot cells is spread over the memory behind the other
-    /// hot cells, which are adjacent. `None`: `placement` decides.
-    pub spread: Option<f64>,
     /// Operations of a worker between two reports. A report is a KVM exit. The operation counter is always current.
     pub report_every: u64,
-    /// TSC ticks for which a worker computes after each operation, as programs do between accesses.
-    pub think_ticks: u64,
     /// Measure every operation.
     pub latency: bool,
     /// Initial rounds of computing before each operation, about 3 ns each. They stand for the cost of a request beyond
@@ -161,16 +122,11 @@ impl Spec {
             min_value: values.then_some(Bytes(64)),
             half_compressible: true,
             zero_fraction: 0.0,
-            thorough: false,
             hot_fraction: 0.1,
             hot_weight: 0.9,
-            zipf_exponent: 0.99,
             move_at: None,
-            stages: Vec::new(),
             placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
-            spread: None,
             report_every: 1 << 16,
-            think_ticks: 0,
             latency: false,
             think: 0,
         }
@@ -182,7 +138,7 @@ impl Spec {
         let wrong = |field, problem: String| Err(SpecError { field, problem });
         let page = PAGE_SIZE as u64;
         let cell = self.cell.0;
-        if self.ram.0 == 0 || !self.ram.is_page_aligned() {
+        if self.ram.0 == 0 || !self.ram.0.is_multiple_of(page) {
             return wrong("ram", format!("{} is not a positive multiple of {PAGE_SIZE} bytes", self.ram.0));
         }
         if self.huge_pages && !self.ram.0.is_multiple_of(HUGE_SIZE as u64) {
@@ -213,22 +169,6 @@ impl Spec {
         if let Some((field, value)) = fractions.into_iter().find(|(_, value)| !(0.0..=1.0).contains(value)) {
             return wrong(field, format!("{value} is not between 0 and 1"));
         }
-        if !(self.zipf_exponent > 0.0 && self.zipf_exponent <= 4.0) {
-            return wrong("zipf_exponent", format!("{} is not above 0 and at most 4", self.zipf_exponent));
-        }
-        if self.spread.is_some_and(|spread| !(0.0..=1.0).contains(&spread)) {
-            return wrong("spread", "is not between 0 and 1".to_owned());
-        }
-        if self.spread.is_some() && (self.workload != Workload::Hotset || self.hot_weight < 1.0) {
-            return wrong("spread", "needs a hot set with a hot_weight of 1".to_owned());
-        }
-        if (self.workload == Workload::Stages) == self.stages.is_empty() {
-            return wrong("stages", "required by the workload `stages`, and not allowed for others".to_owned());
-        }
-        let inside = |stage: &Stage| stage.from >= 0.0 && stage.part > 0.0 && stage.from + stage.part <= 1.0;
-        if let Some(stage) = self.stages.iter().find(|stage| stage.ops == 0 || !inside(stage)) {
-            return wrong("stages", format!("{stage:?} has no operations, or is not a part of the memory"));
-        }
         if self.report_every == 0 {
             return wrong("report_every", "must be at least 1".to_owned());
         }
@@ -245,9 +185,8 @@ impl Spec {
                 return wrong("ram", format!("less than {least} for each worker"));
             }
         }
-        if matches!(self.workload, Workload::Phase | Workload::Store) && self.ops == u64::MAX && self.move_at.is_none()
-        {
-            return wrong("move_at", "operations without a limit have no middle: set move_at".to_owned());
+        if self.workload == Workload::Store && self.ops == u64::MAX && self.move_at.is_none() {
+            return wrong("move_at", "operations without a limit have no third: set move_at".to_owned());
         }
         Ok(())
     }
@@ -265,11 +204,7 @@ impl Spec {
         let plan = (0..threads).map(|worker| {
             let cells = start(worker + 1) - start(worker);
             let hot_cells = ((cells as f64 * self.hot_fraction) as u64).clamp(1, cells);
-            let solid = (hot_cells as f64 * (1.0 - self.spread.unwrap_or(0.0))) as u64;
-            let gap = self.spread.map_or(0, |_| ((cells - solid) / (hot_cells - solid).max(1)).max(1));
             let ops = share(self.ops, worker);
-            let parts = if self.workload == Workload::Store { 3 } else { 2 };
-            let change = self.move_at.map_or(ops / parts, |at| share(at, worker));
             Params {
                 first_cell: start(worker),
                 cells,
@@ -282,30 +217,21 @@ impl Spec {
                 zero_below: threshold(self.zero_fraction),
                 hot_below: threshold(self.hot_weight),
                 hot_cells,
-                stages: self.stages.len() as u64,
-                solid,
-                gap,
-                move_at: match self.workload {
-                    Workload::Phase | Workload::Store => change,
-                    _ => u64::MAX,
-                },
+                move_at: self.move_at.map_or(ops / 3, |at| share(at, worker)),
                 stride: if self.placement == Placement::Scattered { stride(cells) } else { 1 },
                 report_every: self.report_every,
-                think_ticks: self.think_ticks,
                 kind: match self.workload {
                     Workload::Sequential => guest::KIND_SEQUENTIAL,
                     Workload::Uniform => guest::KIND_UNIFORM,
-                    Workload::Hotset | Workload::Phase => guest::KIND_HOTSET,
+                    Workload::Hotset => guest::KIND_HOTSET,
                     Workload::Zipf => guest::KIND_ZIPF,
                     Workload::Idle => guest::KIND_IDLE,
                     Workload::Store => guest::KIND_STORE,
-                    Workload::Stages => guest::KIND_STAGES,
                     Workload::Graph => guest::KIND_GRAPH,
                     Workload::Matrix => guest::KIND_MATRIX,
                     Workload::Scan => guest::KIND_SCAN,
                 },
                 half: self.half_compressible.into(),
-                thorough: self.thorough.into(),
                 latency: self.latency.into(),
                 ..Params::default()
             }
@@ -314,7 +240,7 @@ impl Spec {
     }
 
     /// Returns the table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`), offsets of vertices
-    /// (`graph`), sums over the first tiles (`matrix`), or the stages (`stages`). It is empty for other workloads.
+    /// (`graph`), or sums over the first tiles (`matrix`). It is empty for other workloads.
     pub(crate) fn weights(&self, params: &Params) -> Vec<u64> {
         let cumulate = |parts: &mut dyn Iterator<Item = u64>| {
             let sums = parts.scan(0u64, |sum, part| {
@@ -328,7 +254,6 @@ impl Spec {
                 let graph = Graph::new(params);
                 return cumulate(&mut (0..graph.vertices()).map(|vertex| graph.degree(vertex)));
             }
-            guest::KIND_STAGES => return self.stage_table(params.cells),
             guest::KIND_MATRIX => return cumulate(&mut (0..Matrix::new(params).tiles()).map(Matrix::part)),
             guest::KIND_ZIPF => {}
             _ => return Vec::new(),
@@ -337,62 +262,12 @@ impl Spec {
         let mut sum = 0.0;
         let sums: Vec<f64> = (1..=cells)
             .map(|rank| {
-                sum += (rank as f64).powf(-self.zipf_exponent);
+                sum += (rank as f64).powf(-ZIPF);
                 sum
             })
             .collect();
         // The cast saturates, so the last entries may be u64::MAX.
         sums.into_iter().map(|partial| (partial / sum * 18_446_744_073_709_551_616.0) as u64).collect()
-    }
-
-    fn stage_table(&self, cells: u64) -> Vec<u64> {
-        let mut end = 0;
-        let words = |stage: &Stage| {
-            end += stage.ops;
-            let first = ((cells as f64 * stage.from) as u64).min(cells - 1);
-            let count = ((cells as f64 * stage.part) as u64).clamp(1, cells - first);
-            let pattern = match stage.pattern {
-                Pattern::Sequential => guest::PATTERN_SEQUENTIAL,
-                Pattern::Uniform => guest::PATTERN_UNIFORM,
-                Pattern::Bell => guest::PATTERN_BELL,
-            };
-            [end, first, count, pattern]
-        };
-        self.stages.iter().flat_map(words).collect()
-    }
-
-    /// Returns the expected touches of each page per operation of the one worker, before the hot set moves. Works only
-    /// for workloads that pick at random.
-    pub fn touch_rates(&self) -> Result<Vec<f64>, SpecError> {
-        let plan = self.plan()?;
-        let [params] = &plan[..] else {
-            return Err(SpecError { field: "threads", problem: "must be 1 to count operations".to_owned() });
-        };
-        let weights = self.weights(params);
-        let (hot, cells) = (params.hot_cells, params.cells);
-        let chance = |rank: u64| match params.kind {
-            guest::KIND_UNIFORM => Some(1.0 / cells as f64),
-            guest::KIND_HOTSET if rank < hot => Some(self.hot_weight / hot as f64),
-            guest::KIND_HOTSET => Some((1.0 - self.hot_weight) / (cells - hot) as f64),
-            guest::KIND_ZIPF => {
-                let below = if rank == 0 { 0 } else { weights[rank as usize - 1] };
-                Some((weights[rank as usize] - below) as f64 / 18_446_744_073_709_551_616.0)
-            }
-            _ => None,
-        };
-        let mut rates = vec![0.0; self.ram.pages_floor().0 as usize];
-        for rank in 0..cells {
-            let Some(chance) = chance(rank) else {
-                return Err(SpecError { field: "workload", problem: "does not pick at random".to_owned() });
-            };
-            let mut last = None;
-            params.pages_of_operation(params.first_cell + params.place(rank), |page| {
-                if last.replace(page) != Some(page) {
-                    rates[page.0 as usize] += chance;
-                }
-            });
-        }
-        Ok(rates)
     }
 }
 

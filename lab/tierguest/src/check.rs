@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_tier::kernel_files::Files;
-use ballast_tier::nodes::Told;
 use ballast_tier::programs::Choice;
 use ballast_tier::{EPOCH, Settings, Tierer, Tiers};
 
 use crate::heat::Kind;
 use crate::judge::Program;
+use crate::ways::kdamonds;
 
 const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
 const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
@@ -22,6 +22,7 @@ const LIMIT: Duration = Duration::from_secs(150);
 pub fn run(mib: usize) -> Result<()> {
     let files = Files::default();
     let tiers = two_tiers(&files)?;
+    let kdamonds = kdamonds(&files)?;
     files.write(BALANCING, 2)?;
     stands_aside(&tiers, mib)?;
     takes_over(&files)?;
@@ -29,6 +30,8 @@ pub fn run(mib: usize) -> Result<()> {
     files.write(BALANCING, 0)?;
     heat_moves_to_the_fast_tier(&files, &tiers, mib)?;
     says_no(mib)?;
+    // Its number cannot be changed while a thread is on.
+    drop(kdamonds);
     ensure!(files.text(&format!("{DAMON}/nr_kdamonds"))? == "0", "DAMON is not as before");
     println!("tier-guest: all steps passed");
     Ok(())
@@ -57,24 +60,6 @@ pub fn settle(kind: Kind, mib: usize) -> Result<()> {
     }
 }
 
-/// A program runs, and says for each line `hit` which share of its accesses the fast tier serves, and which an oracle's
-/// would, in percent. Another line ends it.
-pub fn told(kind: Kind, mib: usize) -> Result<()> {
-    let files = Files::default();
-    let tiers = Tiers::detect(&files)?;
-    ensure!(tiers.list.len() == 2, "{tiers:?}");
-    let program = Program::start(kind, mib, &[])?;
-    println!("BALLAST-SAYS filled");
-    for line in std::io::stdin().lines() {
-        if line?.trim() != "hit" {
-            break;
-        }
-        let (hit, oracle) = (program.hit(&tiers)?, program.oracle(&files, &tiers)?);
-        println!("BALLAST-SAYS {:.1} {:.1}", hit * 100.0, oracle * 100.0);
-    }
-    Ok(())
-}
-
 fn step(name: &str) {
     println!("tier-guest: {name}");
 }
@@ -84,10 +69,7 @@ fn two_tiers(files: &Files) -> Result<Tiers> {
     let tiers = Tiers::detect(files)?;
     let nodes: Vec<&[u32]> = tiers.list.iter().map(|tier| tier.nodes.as_slice()).collect();
     ensure!(nodes == [&[0], &[1]], "{tiers:?}");
-    ensure!(
-        tiers.told == Told::MemoryTiers && tiers.list[0].read_latency_ns < tiers.list[1].read_latency_ns,
-        "{tiers:?}"
-    );
+    ensure!(tiers.list[0].read_latency_ns < tiers.list[1].read_latency_ns, "{tiers:?}");
     Ok(tiers)
 }
 
@@ -142,10 +124,10 @@ fn heat_moves_to_the_fast_tier(files: &Files, tiers: &Tiers, mib: usize) -> Resu
     }
     let status = tierer.status();
     ensure!(first < 0.5, "the hot part was on the fast tier from the start: {first}");
-    ensure!(status.source == "damon" && status.samples > 0 && status.programs == 1, "{status:?}");
+    ensure!(status.samples > 0 && status.programs == 1, "{status:?}");
     ensure!(status.moves.promoted > 0 && status.moves.demoted > 0, "{status:?}");
     ensure!(status.tiers.len() == 2 && status.tiers[1].size_bytes > status.tiers[0].free_bytes, "{status:?}");
-    println!("tier-guest: {}", serde_json::to_string(status)?);
+    println!("tier-guest: {status:?}");
     Ok(())
 }
 

@@ -38,16 +38,6 @@ impl<const N: usize> Clusters<N> {
         let mean = |sum: i64, count: i64| i32::try_from(sum / count.max(1)).unwrap_or(i32::MAX);
         *self = Self::new(self.sums.map(|(sum, count)| sum.map(|sum| mean(sum, count))));
     }
-
-    /// Returns the centres.
-    pub fn centres(&self) -> &[[i32; N]; CLUSTERS] {
-        &self.centres
-    }
-
-    /// Sets the centres of this pass, for a caller that keeps them.
-    pub fn set_centres(&mut self, centres: [[i32; N]; CLUSTERS]) {
-        self.centres = centres;
-    }
 }
 
 #[cfg(test)]
@@ -59,6 +49,6 @@ mod tests {
         let mut clusters = Clusters::new(std::array::from_fn(|at| [at as i32 * 100, 0]));
         [[-4, 8], [6, 0], [699, 1], [700, -1]].iter().for_each(|point| clusters.add(point));
         clusters.end_pass();
-        assert_eq!((clusters.centres()[0], clusters.centres()[7]), ([1, 4], [699, 0]));
+        assert_eq!((clusters.centres[0], clusters.centres[7]), ([1, 4], [699, 0]));
     }
 }

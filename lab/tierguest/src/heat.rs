@@ -4,6 +4,8 @@
 //! shares from it. Units: blocks of 64 pages, eight in a unit of 2 MiB. Promise: the same arguments give the same heat
 //! in both processes.
 
+pub use ballast_testkit::random::next as random;
+
 /// Share of the accesses that goes to the hot part: ten times as many as to the rest (Demeter §5.2).
 pub const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
@@ -20,14 +22,8 @@ pub enum Kind {
     Scattered,
     /// A hot eighth that moves in each phase.
     Moving,
-    /// One block of each unit is hot: hot bloat, if units are huge pages.
-    Bloated,
-    /// Searches in a Kronecker graph; this and the next two are in [`crate::work`], which counts their accesses.
-    Bfs,
-    /// Lookups of cross sections, as XSBench makes them.
+    /// Lookups of cross sections, as XSBench makes them ([`crate::sections`]); their accesses are counted.
     Xs,
-    /// k-means, which reads its points in order.
-    Kmeans,
 }
 
 impl Kind {
@@ -37,10 +33,7 @@ impl Kind {
             "contiguous" => Some(Self::Contiguous),
             "scattered" => Some(Self::Scattered),
             "moving" => Some(Self::Moving),
-            "bloated" => Some(Self::Bloated),
-            "bfs" => Some(Self::Bfs),
             "xs" => Some(Self::Xs),
-            "kmeans" => Some(Self::Kmeans),
             _ => None,
         }
     }
@@ -51,32 +44,25 @@ impl Kind {
             Self::Contiguous => "contiguous",
             Self::Scattered => "scattered",
             Self::Moving => "moving",
-            Self::Bloated => "bloated",
-            Self::Bfs => "bfs",
             Self::Xs => "xs",
-            Self::Kmeans => "kmeans",
         }
     }
 
     /// Is its heat known only by counting accesses?
     pub fn is_counted(self) -> bool {
-        matches!(self, Self::Bfs | Self::Xs | Self::Kmeans)
+        self == Self::Xs
     }
 
     /// Returns the hot blocks of `units` units in a phase; none where accesses are counted.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
-        if self == Self::Bloated {
-            let mut state = 7;
-            return (0..units).map(|unit| unit * BLOCKS + random(&mut state) as usize % BLOCKS).collect();
-        }
         self.hot_units(units, phase).into_iter().flat_map(|unit| unit * BLOCKS..(unit + 1) * BLOCKS).collect()
     }
 
     fn hot_units(self, units: usize, phase: u64) -> Vec<usize> {
         let count = (units / HOT_PART).max(1);
         match self {
-            Self::Bfs | Self::Xs | Self::Kmeans => Vec::new(),
-            Self::Contiguous | Self::Bloated => (units - count..units).collect(),
+            Self::Xs => Vec::new(),
+            Self::Contiguous => (units - count..units).collect(),
             Self::Moving => {
                 let at = (HOT_PART as u64 - 1 - phase % HOT_PART as u64) as usize * count;
                 (at..(at + count).min(units)).collect()
@@ -105,21 +91,13 @@ impl Kind {
     }
 }
 
-/// Returns the next number of a random sequence (SplitMix64).
-pub fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let mixed = (*state ^ *state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    mixed ^ mixed >> 31
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn an_eighth_is_hot_and_all_shares_are_one() {
-        for kind in [Kind::Contiguous, Kind::Scattered, Kind::Moving, Kind::Bloated] {
+        for kind in [Kind::Contiguous, Kind::Scattered, Kind::Moving] {
             for phase in 0..9 {
                 let hot = kind.hot(128, phase);
                 assert!(hot.len() == 128 && hot.is_sorted() && hot[127] < 1024, "{kind:?}");

@@ -17,7 +17,6 @@ use ballast_tier::kernel_files::Files;
 use ballast_tier::nodes::usage;
 use ballast_tier::pages::Pages;
 
-use crate::gups::Backing;
 use crate::heat::{BLOCKS, Kind};
 
 /// How often the page table is read while pages of the program are on their way, and the time between two.
@@ -82,14 +81,14 @@ pub struct Look {
 impl Program {
     /// Start it with additional environment variables. Returns when all its memory is present.
     pub fn start(kind: Kind, mib: usize, environment: &[(&str, &str)]) -> Result<Self> {
-        ensure!(!kind.is_counted(), "{} counts its accesses: only `compare` and `host` ask it", kind.name());
-        Self::with(kind, mib, Backing::Anon, environment)
+        ensure!(!kind.is_counted(), "{} counts its accesses: only `compare` asks it", kind.name());
+        Self::with(kind, mib, environment)
     }
 
-    /// The same with memory of this kind.
-    pub fn with(kind: Kind, mib: usize, backing: Backing, environment: &[(&str, &str)]) -> Result<Self> {
+    /// The same of any kind.
+    pub fn with(kind: Kind, mib: usize, environment: &[(&str, &str)]) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["gups", kind.name(), &mib.to_string(), backing.name()]).envs(environment.iter().copied());
+        command.args(["gups", kind.name(), &mib.to_string()]).envs(environment.iter().copied());
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("Starting the program")?;
         let input = child.stdin.take().context("its input")?;
         let output = BufReader::new(child.stdout.take().context("its output")?);
@@ -149,12 +148,6 @@ impl Program {
         shares.iter().flat_map(|share| std::iter::repeat_n(share / BLOCK as f64, BLOCK)).collect()
     }
 
-    /// Make its memory that of a VM of the daemon with this socket.
-    pub fn attach(&mut self, socket: &str) -> Result<()> {
-        writeln!(self.input, "attach {socket}")?;
-        self.answer("attached").map(drop)
-    }
-
     /// Returns, for each of its pages, the part of it that the fast tier has. Fails if a page is never present.
     fn places(&self, tiers: &Tiers) -> Result<Vec<f64>> {
         let process = Remote::open(self.pid())?;
@@ -164,7 +157,7 @@ impl Program {
             let mut pages = Pages::default();
             pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
             while pages.rounds() == 0 {
-                pages.look(&process, tiers, 1 << 16, 0)?;
+                pages.look(&process, tiers, 1 << 16)?;
             }
             for (page, found) in found.iter_mut().enumerate().filter(|(_, found)| found.is_none()) {
                 *found = pages.fast_share(self.address + (page * PAGE_SIZE) as u64);
@@ -183,15 +176,10 @@ impl Program {
         Ok(served(&self.weights(), &self.places(tiers)?))
     }
 
-    /// Returns how many pages of fast memory this program has or could take.
-    pub fn room(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
-        room(&self.places(tiers)?, files, tiers)
-    }
-
     /// Returns the best possible share with the fast memory that this program has or could take; not where accesses are
     /// counted.
     pub fn oracle(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
-        Ok(best(&self.weights(), self.room(files, tiers)?))
+        Ok(best(&self.weights(), room(&self.places(tiers)?, files, tiers)?))
     }
 
     /// Looks at its pages and its accesses. Where these are counted, the first call begins to.

@@ -8,7 +8,6 @@
 //! A guest of the bench is small, and a program would be through all of its memory in a second. So work is paced: one
 //! pass takes a minute, as it does in a large guest.
 
-use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
@@ -37,7 +36,6 @@ trait Load: Send {
 /// Run until all was compared.
 pub fn run(name: &str, mib: usize) -> Result<()> {
     let mut load: Box<dyn Load> = match name {
-        "bfs" => Box::new(Roads::new(mib)),
         "kmeans" => Box::new(Kmeans::new(mib)),
         "memcached" => Box::new(Memcached::new(mib)?),
         "compiler" => Box::new(Compiler::new(mib)?),
@@ -87,74 +85,6 @@ fn summary(mut took: Vec<Duration>) -> String {
     took.sort_unstable();
     let at = |percent: usize| took.get(took.len() * percent / 100).map_or(0, Duration::as_micros);
     format!("requests {} {} {} {}", took.len(), at(50), at(95), at(99))
-}
-
-/// Breadth-first searches of a road network, from one place after the other: a grid without 1/8 of its roads.
-struct Roads {
-    side: u32,
-    /// For each vertex the four next ones, its distance, and the search that reached it.
-    vertices: Vec<[u32; 8]>,
-    queue: VecDeque<u32>,
-    search: u32,
-    seed: u64,
-}
-
-const NO_ROAD: u32 = u32::MAX;
-const DISTANCE: usize = 4;
-const SEARCH: usize = 5;
-
-impl Roads {
-    fn new(mib: usize) -> Self {
-        let side = ((mib << 20) / size_of::<[u32; 8]>()).isqrt() as u32;
-        let vertex = |vertex| {
-            let [east, west, south, north] = Self::next_to(side, vertex);
-            [east, west, south, north, 0, 0, 0, 0]
-        };
-        Self { side, vertices: (0..side * side).map(vertex).collect(), queue: VecDeque::new(), search: 0, seed: 3 }
-    }
-
-    fn next_to(side: u32, vertex: u32) -> [u32; 4] {
-        let (row, column) = (vertex / side, vertex % side);
-        // A road is known by its western or northern end.
-        let road = |from: u32, way: u64, to: u32| {
-            let mut seed = u64::from(from) * 2 + way + 1;
-            if random(&mut seed).is_multiple_of(8) { NO_ROAD } else { to }
-        };
-        [
-            if column + 1 < side { road(vertex, 0, vertex + 1) } else { NO_ROAD },
-            if column > 0 { road(vertex - 1, 0, vertex - 1) } else { NO_ROAD },
-            if row + 1 < side { road(vertex, 1, vertex + side) } else { NO_ROAD },
-            if row > 0 { road(vertex - side, 1, vertex - side) } else { NO_ROAD },
-        ]
-    }
-}
-
-impl Load for Roads {
-    fn work(&mut self, _: &mut Vec<Duration>) -> Result<()> {
-        for _ in 0..self.vertices.len() / PIECES {
-            let Some(vertex) = self.queue.pop_front() else {
-                self.search += 1;
-                let start = (random(&mut self.seed) % self.vertices.len() as u64) as u32;
-                self.vertices[start as usize][SEARCH] = self.search;
-                self.queue.push_back(start);
-                continue;
-            };
-            let here = self.vertices[vertex as usize];
-            for next in here[..DISTANCE].iter().filter(|next| **next != NO_ROAD) {
-                let there = &mut self.vertices[*next as usize];
-                if there[SEARCH] != self.search {
-                    (there[DISTANCE], there[SEARCH]) = (here[DISTANCE] + 1, self.search);
-                    self.queue.push_back(*next);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn wrong(&mut self) -> Result<usize> {
-        let is_wrong = |(vertex, now): (u32, &[u32; 8])| now[..DISTANCE] != Self::next_to(self.side, vertex);
-        Ok((0..).zip(&self.vertices).filter(|vertex| is_wrong(*vertex)).count())
-    }
 }
 
 /// Values of a point.
@@ -307,15 +237,11 @@ mod tests {
 
     #[test]
     fn work_changes_nothing_that_is_compared_and_what_is_wrong_is_found() {
-        let (mut roads, mut kmeans) = (Roads::new(1), Kmeans::new(1));
-        for _ in 0..2 * PIECES {
-            roads.work(&mut Vec::new()).expect("a piece of work");
-            kmeans.work(&mut Vec::new()).expect("a piece of work");
-        }
-        assert!(roads.search > 1 && roads.vertices.iter().any(|vertex| vertex[DISTANCE] > roads.side));
-        assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [0, 0]);
-        (roads.vertices[7][0], kmeans.points[7][1]) = (1, 5);
-        assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [1, 1]);
+        let mut kmeans = Kmeans::new(1);
+        (0..2 * PIECES).for_each(|_| kmeans.work(&mut Vec::new()).expect("a piece of work"));
+        assert_eq!(kmeans.wrong().expect("compared"), 0);
+        kmeans.points[7][1] = 5;
+        assert_eq!(kmeans.wrong().expect("compared"), 1);
     }
 
     #[test]

@@ -3,14 +3,10 @@
 //! ```text
 //! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
-//! tier-guest host KIND BACKING MIB SECONDS DAEMON WAY...
-//!                                              the same, of memory as that of a VMM; way `host` starts the daemon,
-//!                                              `host:N` with N percent for tracking
-//!                                              KIND: contiguous, scattered, moving, bloated, bfs, xs, kmeans
+//!                                              KIND: contiguous, scattered, moving, xs
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
-//! tier-guest told KIND MIB                     the same program; for each line `hit` it says the share
 //! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
-//! tier-guest bfs|kmeans|memcached|compiler MIB  a program that touches most of its memory rarely
+//! tier-guest kmeans|memcached|compiler MIB      a program that touches most of its memory rarely
 //! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
 //!
@@ -21,8 +17,6 @@ mod check;
 mod clusters;
 mod compiler;
 mod counted;
-mod daemon;
-mod graph;
 mod gups;
 mod heat;
 mod judge;
@@ -30,7 +24,6 @@ mod load;
 mod sections;
 mod sparse;
 mod ways;
-mod work;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -40,8 +33,6 @@ use ballast_tier::Tiers;
 use ballast_tier::kernel_files::Files;
 use serde_json::json;
 
-use daemon::Daemon;
-use gups::Backing;
 use heat::Kind;
 use judge::{Look, Program};
 use ways::{Running, Way};
@@ -53,23 +44,17 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let result = match words.as_slice() {
-        ["gups", kind, mib, backing] => parse(kind, mib)
-            .and_then(|(kind, mib)| gups::run(kind, mib, Backing::parse(backing).context("no such memory")?)),
-        ["compare", kind, mib, seconds, ways @ ..] => compare(&[kind, "anon", mib, seconds], None, ways),
-        ["host", kind, backing, mib, seconds, daemon, ways @ ..] => {
-            compare(&[kind, backing, mib, seconds], Some(daemon), ways)
-        }
+        ["gups", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| gups::run(kind, mib)),
+        ["compare", kind, mib, seconds, ways @ ..] => compare(kind, mib, seconds, ways),
         ["settle", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::settle(kind, mib)),
-        ["told", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::told(kind, mib)),
-        [name @ ("bfs" | "kmeans" | "memcached" | "compiler"), mib] => {
+        [name @ ("kmeans" | "memcached" | "compiler"), mib] => {
             mib.parse().context("MiB").and_then(|mib| load::run(name, mib))
         }
         ["sparse", mib] => mib.parse().context("MiB").and_then(sparse::run),
         ["check", mib] => mib.parse().context("MiB").and_then(check::run),
         _ => Err(anyhow::anyhow!(
-            "usage: tier-guest gups KIND MIB BACKING | compare KIND MIB SECONDS WAY... | host KIND BACKING MIB SECONDS \
-             DAEMON WAY... | settle KIND MIB | told KIND MIB | sparse MIB | bfs|kmeans|memcached|compiler MIB | \
-             check MIB"
+            "usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | settle KIND MIB | sparse MIB | \
+             kmeans|memcached|compiler MIB | check MIB"
         )),
     };
     match result {
@@ -92,17 +77,16 @@ fn counter(files: &Files, name: &str) -> Result<u64> {
     value.with_context(|| format!("/proc/vmstat has no {name}"))
 }
 
-/// Threads of the kernel that sample and migrate, and the daemon.
+/// Threads of the kernel that sample and migrate.
 const KERNEL: [&str; 2] = ["(kdamond", "(kswapd"];
-const DAEMON: [&str; 1] = ["(ballastd"];
 
-/// Returns the CPU time of the processes whose names begin so, in ticks of 10 ms.
-fn ticks_of(files: &Files, names: &[&str]) -> Result<u64> {
+/// Returns the CPU time of these threads, in ticks of 10 ms.
+fn kernel_ticks(files: &Files) -> Result<u64> {
     let mut sum = 0;
     for pid in files.numbered("/proc", "")? {
         let Some(stat) = files.optional(&format!("/proc/{pid}/stat"))? else { continue };
         let Some((head, rest)) = stat.rsplit_once(") ") else { continue };
-        if names.iter().any(|name| head.contains(name)) {
+        if KERNEL.iter().any(|name| head.contains(name)) {
             let fields: Vec<u64> = rest.split_ascii_whitespace().skip(11).take(2).flat_map(str::parse).collect();
             sum += fields.iter().sum::<u64>();
         }
@@ -121,11 +105,9 @@ fn system_ticks(files: &Files) -> Result<u64> {
     }
 }
 
-/// Measures each way on a fresh program with memory of this kind.
-fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
-    let [kind, backing, mib, seconds] = what;
+/// Measures each way on a fresh program.
+fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
     let (kind, mib) = parse(kind, mib)?;
-    let backing = Backing::parse(backing).context("no such memory")?;
     let seconds: u64 = seconds.parse().context("seconds")?;
     let files = Files::default();
     let tiers = Tiers::detect(&files)?;
@@ -133,17 +115,15 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
         bail!("this guest has one tier");
     }
     for name in ways {
-        // `host:N` has the daemon spend N percent on tracking.
-        let (name, cost_percent) = name.split_once(':').map_or((*name, None), |(name, cost)| (name, Some(cost)));
         let way = Way::parse(name).with_context(|| format!("no way {name}"))?;
-        let mut program = Program::with(kind, mib, backing, &[])?;
+        let mut program = Program::with(kind, mib, &[])?;
         let mut first = program.look(&files, &tiers)?;
         if kind.is_counted() {
             std::thread::sleep(Duration::from_secs(2));
             first = program.look(&files, &tiers)?;
         }
         let (moved, updates) = (counter(&files, "pgmigrate_success")?, program.count()?);
-        let (ticks, system) = (ticks_of(&files, &KERNEL)?, system_ticks(&files)?);
+        let (ticks, system) = (kernel_ticks(&files)?, system_ticks(&files)?);
         let mut running = match Running::start(way, &files, &tiers) {
             Ok(running) => running,
             Err(error) => {
@@ -151,15 +131,6 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
                 println!("tier-guest: {row}");
                 continue;
             }
-        };
-        let daemon = if way == Way::Host {
-            // Less than there is: a full node costs time and moves nothing.
-            let part = program.room(&files, &tiers)? * 96.0 / (mib as f64 * 256.0);
-            let daemon = Daemon::start(host.context("no daemon was named")?, &tiers, part as u64, cost_percent)?;
-            program.attach(&daemon.socket())?;
-            Some(daemon)
-        } else {
-            None
         };
         let began = Instant::now();
         let (mut course, mut moves, mut looks, mut within) = (Vec::new(), Vec::new(), Vec::new(), None);
@@ -188,32 +159,25 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
         let settled = &looks[looks.len() / 2..];
         let mean = |part: fn(&Look) -> f64| 100.0 * settled.iter().map(part).sum::<f64>() / settled.len().max(1) as f64;
         let mut row = json!({
-            "way": way.name(), "kind": kind.name(), "backing": backing.name(), "memory_mib": mib, "seconds": lasted,
+            "way": way.name(), "kind": kind.name(), "memory_mib": mib, "seconds": lasted,
             "fmem_hit_pct": mean(|look| look.hit), "fmem_hit_pct_first": first.hit * 100.0,
             "fmem_hit_pct_last": course.last(), "fmem_hit_pct_oracle": mean(|look| look.oracle),
             "fmem_hit_pct_oracle_2mib": mean(|look| look.oracle_2mib),
             "fmem_hit_pct_oracle_lasting": mean(|look| look.lasting),
             "within_2_points_s": within, "course_pct": course, "course_moved": moves,
             "pages_moved": counter(&files, "pgmigrate_success")? - moved,
-            "kernel_cpu_pct": (ticks_of(&files, &KERNEL)? - ticks) as f64 / lasted,
-            "daemon_cpu_pct": ticks_of(&files, &DAEMON)? as f64 / lasted,
+            "kernel_cpu_pct": (kernel_ticks(&files)? - ticks) as f64 / lasted,
             "system_cpu_pct": (system_ticks(&files)? - system) as f64 / lasted,
             "updates_per_s": (program.count()? - updates) as f64 / lasted,
         });
         if let Some(tierer) = &running.tierer {
             let status = tierer.status();
-            row["source"] = json!(status.source);
             row["ranges"] = json!(status.ranges);
-            row["splits"] = json!(status.splits);
             row["samples_per_s"] = json!(status.samples as f64 / lasted);
             row["cpu_pct"] = json!(status.cpu_us as f64 / lasted / 1e4);
             row["classifier_cpu_pct"] = json!(status.classifier_cpu_us as f64 / lasted / 1e4);
             row["estimated_hit_pct"] = json!(status.fast_hit_pct);
             row["moves"] = json!(status.moves);
-        }
-        if let Some(daemon) = &daemon {
-            row["tracking"] = daemon.vm("heat?cells=1")?;
-            row["stat"] = daemon.vm("")?;
         }
         println!("tier-guest: {row}");
     }

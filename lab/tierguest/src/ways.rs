@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ballast_base::PAGE_SIZE;
-use ballast_ranges::relocate::Rule;
-use ballast_testkit::published::{Parameters, Published};
 use ballast_tier::kernel_files::Files;
 use ballast_tier::{EPOCH, Settings, Tierer, Tiers};
 
@@ -26,20 +24,14 @@ pub enum Way {
     Numab,
     /// DAMON's schemes `migrate_hot` and `migrate_cold`, on physical addresses.
     Damon,
-    /// `ballast-tier` with its own rule.
+    /// `ballast-tier`.
     Ours,
-    /// `ballast-tier` with the published classifier and relocation.
-    Published,
-    /// The daemon of the host, for which this guest is the host.
-    Host,
 }
 
 impl Way {
     /// Returns the way of this name.
     pub fn parse(name: &str) -> Option<Self> {
-        [Self::FirstTouch, Self::Numab, Self::Damon, Self::Ours, Self::Published, Self::Host]
-            .into_iter()
-            .find(|way| way.name() == name)
+        [Self::FirstTouch, Self::Numab, Self::Damon, Self::Ours].into_iter().find(|way| way.name() == name)
     }
 
     /// Returns its name.
@@ -49,14 +41,12 @@ impl Way {
             Self::Numab => "numab",
             Self::Damon => "damon",
             Self::Ours => "ours",
-            Self::Published => "published",
-            Self::Host => "host",
         }
     }
 }
 
 /// A file of the kernel, and the value to write back.
-struct Was {
+pub(crate) struct Was {
     files: Files,
     path: String,
     before: String,
@@ -76,9 +66,18 @@ impl Drop for Was {
     }
 }
 
+/// Takes DAMON for a tierer until these are dropped.
+pub(crate) fn kdamonds(files: &Files) -> Result<Vec<Was>> {
+    let stat = files.optional(STAT)?.is_some_and(|stat| stat == "Y").then(|| Was::set(files, STAT, "N")).transpose()?;
+    let most = Settings::default().choice.most.to_string();
+    // The threads go before the kernel's own one comes back.
+    let threads = Was::set(files, &format!("{DAMON}/nr_kdamonds"), &most)?;
+    Ok([threads].into_iter().chain(stat).collect())
+}
+
 /// A running way.
 pub struct Running {
-    /// The tierer of `Ours` and `Published`.
+    /// The tierer of `Ours`.
     pub tierer: Option<Tierer>,
     damon: Option<Files>,
     _was: Vec<Was>,
@@ -92,7 +91,7 @@ impl Running {
         was.push(Was::set(files, DEMOTION, if way == Way::Numab { "1" } else { "0" })?);
         let mut running = Self { tierer: None, damon: None, _was: was };
         match way {
-            Way::FirstTouch | Way::Numab | Way::Host => (),
+            Way::FirstTouch | Way::Numab => (),
             Way::Damon => {
                 if files.optional(STAT)?.as_deref() == Some("Y") {
                     running._was.push(Was::set(files, STAT, "N")?);
@@ -100,12 +99,9 @@ impl Running {
                 running.damon = Some(files.clone());
                 migrate(files, tiers)?;
             }
-            Way::Ours | Way::Published => {
-                let mut tierer = Tierer::open(Settings::default())?;
-                if way == Way::Published {
-                    tierer.by_rule(|roots| Box::new(Published::new(roots, Parameters::of(2))), Rule::Published);
-                }
-                running.tierer = Some(tierer);
+            Way::Ours => {
+                running._was.splice(0..0, kdamonds(files)?);
+                running.tierer = Some(Tierer::open(Settings::default())?);
             }
         }
         Ok(running)

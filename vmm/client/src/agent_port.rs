@@ -1,9 +1,9 @@
-//! The host's end of the port of the guest's agent.
+//! The host's end of the virtio-serial port of the guest's agent.
 //!
 //! Before: the VMM shows its guest a virtio-serial port. After: each engine gets a descriptor of the port's host end
-//! from the service thread, as often as it asks, so that an engine that follows another has it, too.
-//! Promise: no other user can be at the other end. A socket without a name is known to this process alone; one with a
-//! name has to be in a folder that nobody else may enter.
+//! from the service thread whenever it asks, so that the next engine has it, too.
+//! Promise: no other user can be at the other end. A socket without a name is known to this process alone; a socket
+//! with a name must be in a folder that nobody else may enter.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// The environment variable with the path of a socket. Without it, or [`crate::Builder::agent_port`], a VMM has no
+/// The environment variable with the path of a socket. Without it and [`crate::Builder::agent_port`], a VMM has no
 /// port.
 pub const AGENT_VARIABLE: &str = "BALLAST_AGENT";
 
@@ -52,7 +52,7 @@ fn describe(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// May only this process's user, and root, put a socket there?
+/// Whether only this process's user, and root, can put a socket there.
 fn check_folder(folder: &Path) -> io::Result<()> {
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     let found = std::fs::metadata(folder).map_err(|error| describe(folder, error))?;
@@ -72,7 +72,7 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
 
     #[test]
-    fn each_engine_gets_the_same_connected_port_and_the_end_of_one_closes_nothing() {
+    fn each_engine_gets_the_connected_port_and_its_end_closes_nothing() {
         let (ours, mut guest) = UnixStream::pair().expect("a pair");
         let port = AgentPort::Connected(ours.into());
         for _ in 0..2 {

@@ -54,21 +54,21 @@ impl std::fmt::Debug for Builder {
 }
 
 impl Builder {
-    /// The VM's name for operators: any text of 1 to 255 bytes. Characters that cannot be shown are escaped; with their
-    /// escapes it may have [`wire::MAX_NAME`] bytes. Default: `vm-PID`, with the number of the pid namespace, if that
-    /// is not the host's first.
+    /// The VM's name for operators: any text of 1 to 255 bytes. Unprintable characters are escaped; with the escapes it
+    /// may have [`wire::MAX_NAME`] bytes. Default: `vm-PID`, with the number of the pid namespace, unless that is the
+    /// host's first.
     pub fn name(mut self, name: impl AsRef<str>) -> Self {
         self.name = wire::shown_name(name.as_ref());
         self
     }
 
-    /// The VM's UUID, by which its settings are kept. Default: none; they are kept by its name.
+    /// The VM's UUID, which identifies its settings. Default: none; the name identifies them.
     pub fn uuid(mut self, uuid: Uuid) -> Self {
         self.uuid = Some(uuid);
         self
     }
 
-    /// Most DRAM the VM may use from the start, in bytes. Default: no limit.
+    /// Most DRAM of the VM from the start, in bytes. Default: no limit.
     pub fn limit(mut self, bytes: u64) -> Self {
         self.limit = Some(bytes);
         self
@@ -80,23 +80,23 @@ impl Builder {
         self
     }
 
-    /// Start as a pinned VM: managed, but never reclaimed, for this reason.
+    /// Starts as a pinned VM: managed, but never reclaimed, for this reason.
     pub fn pinned(mut self, reason: impl Into<String>) -> Self {
         self.pinned = Some(reason.into());
         self
     }
 
-    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (reads with
-    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? If so, and the engine cannot check
-    /// whether a page is held, no page is evicted before the full quarantine time. Default: true, which is always safe.
-    /// False is a promise: call [`Client::may_pin`] before the first such access.
+    /// Whether the kernel or a device may write to guest RAM for a while without the page table (O_DIRECT reads; reads
+    /// from FUSE, virtiofs, 9p or CIFS past the page cache; vhost). If so, and the engine cannot check page references,
+    /// no page is evicted before the full quarantine time. Default: true, which is always safe. False is a promise to
+    /// call [`Client::may_pin`] before the first such access.
     pub fn may_pin(mut self, may_pin: bool) -> Self {
         self.may_pin = may_pin;
         self
     }
 
     /// Number of the engine's threads that serve this process's faults, 1 to 8. Default: `$BALLAST_FAULT_WORKERS`, else
-    /// one for each 8 CPUs the process may use, but no more than one for each 16 GiB of RAM it attaches with.
+    /// one per 8 CPUs that the process may use, but at most one per 16 GiB of RAM with which it attaches.
     pub fn fault_workers(mut self, workers: usize) -> Self {
         self.fault_workers = Some(workers);
         self
@@ -107,20 +107,20 @@ impl Builder {
         self.ram(Ram::one(fd, hva, len, file_offset))
     }
 
-    /// The same for RAM that consists of several pieces, or whose guest-physical address is known.
+    /// RAM that consists of several pieces, or whose guest-physical address is known.
     pub fn ram(mut self, ram: Ram) -> Self {
         self.regions.push(ram);
         self
     }
 
-    /// Set the handler for a report that the engine can no longer keep the guest's memory right. It runs on the service
-    /// thread. Afterwards the guest must not run any more. Default: print the reason and abort the process.
+    /// Sets the handler for the report that the engine can no longer guarantee the guest's memory. It runs on the
+    /// service thread. The guest must not run afterwards. Default: print the reason and abort the process.
     pub fn on_fail_stop(mut self, handler: impl Fn(&str) + Send + Sync + 'static) -> Self {
         self.fail_stop = Arc::new(handler);
         self
     }
 
-    /// The port of the guest's agent, if the VMM gives its guest one. Default: the socket that `$BALLAST_AGENT` names.
+    /// The port of the guest's agent, if it has one. Default: the socket in `$BALLAST_AGENT`.
     pub fn agent_port(mut self, port: AgentPort) -> Self {
         self.agent_port = Some(port);
         self
@@ -132,7 +132,7 @@ impl Builder {
         self
     }
 
-    /// Make the userfaultfds, start the service thread, and tell the keeper. Returns when the keeper has replied.
+    /// Creates the userfaultfds, starts the service thread, and tells the keeper. Returns when the keeper has replied.
     pub fn attach(self) -> Result<Client, AttachError> {
         let _quiet = visit::enter();
         wire::check_name(&self.name).map_err(AttachError::Config)?;
@@ -184,7 +184,7 @@ impl Builder {
 }
 
 impl Client {
-    /// Begin to describe this VMM.
+    /// Begins the description of this VMM.
     pub fn builder() -> Builder {
         let vmm = std::env::current_exe().ok();
         let vmm = vmm.as_deref().and_then(|path| path.file_name()).map(|name| name.to_string_lossy().into_owned());
@@ -208,7 +208,7 @@ impl Client {
     }
 }
 
-/// Make userfaultfds with these features: by this process's own rights, else by the keeper's device.
+/// Creates userfaultfds with these features, by this process's own permissions, else with the keeper's device.
 fn userfaultfds(count: u8, features: u64, socket: &Path, at_most: Duration) -> Result<Vec<(Uffd, u64)>, AttachError> {
     let own = (0..count).map(|_| Uffd::create(features)).collect::<Result<_, _>>();
     let Err(error) = own else { return own.map_err(AttachError::Userfault) };
@@ -219,9 +219,9 @@ fn userfaultfds(count: u8, features: u64, socket: &Path, at_most: Duration) -> R
         .map_err(AttachError::Userfault)
 }
 
-/// The name of a VM that has none. Two processes in pid namespaces of their own may have one id.
+/// The default name of a VM. Two processes in different pid namespaces may have the same pid.
 pub(crate) fn own_name() -> String {
-    /// `PROC_PID_INIT_INO` of the kernel, as the link of a process in the first namespace shows it.
+    /// The kernel's `PROC_PID_INIT_INO`, as the link of a process in the first namespace shows it.
     const FIRST: &str = "pid:[4026531836]";
     let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default().to_string_lossy().into_owned();
     let number = namespace.trim_matches(|c: char| !c.is_ascii_digit());
@@ -229,14 +229,13 @@ pub(crate) fn own_name() -> String {
     if namespace == FIRST || number.is_empty() { format!("vm-{id}") } else { format!("vm-{id}-{number}") }
 }
 
-/// This path for any working directory: QEMU changes it after it attached (`-daemonize`), and has to find the next
-/// keeper. One that would be too long for a socket's address stays as it is.
+/// The absolute path: QEMU changes its working directory after it attached (`-daemonize`), and must find the next
+/// keeper. A path that is too long for a socket's address stays as it is.
 fn fixed(path: PathBuf) -> PathBuf {
     let absolute = std::path::absolute(&path).ok();
     absolute.filter(|path| SocketAddrUnix::new(path).is_ok()).unwrap_or(path)
 }
 
-/// Start the service thread.
 fn start(shared: Arc<Shared>) -> std::io::Result<()> {
     thread::spawn("ballast-client", move || {
         loop {

@@ -1,8 +1,8 @@
-//! An attachment: the requests that a VMM thread may make of Ballast.
+//! An attachment: the requests of a VMM's threads to Ballast.
 //!
 //! Before: `builder` has attached. After: the keeper has replied, or the engine has dropped its far copies.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: `Ok` means that it is done. After an error the memory in question is unchanged; the only exception is
+//! Promise: `Ok` means that the request is done. After an error the memory in question is unchanged, except after
 //! [`DiscardError::Failed`].
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::guest::{GuestRange, check_guest_ranges};
 use ballast_base::units::MIB;
-use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, VmId};
+use ballast_base::wire::{ClientToKeeper, MAX_RANGES, Range, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_sys::memfd::FileId;
 use ballast_sys::uffd::HUGETLB_FEATURES;
@@ -26,7 +26,7 @@ use crate::shared::{Shared, announce, cut};
 use crate::visit;
 use crate::zapped::Freeing;
 
-/// An attachment. Dropping it does not detach; see the crate's documentation.
+/// An attachment. To drop it does not detach; see the crate's documentation.
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
@@ -34,61 +34,52 @@ pub struct Client {
 }
 
 impl Client {
-    /// For an attachment that the keeper has accepted.
+    /// The keeper has accepted the attachment.
     pub(crate) fn new(shared: Arc<Shared>, vm: VmId) -> Self {
         Self { shared, vm }
     }
 
-    /// The identity the keeper gave this VM.
+    /// The id that the keeper gave this VM.
     pub fn vm(&self) -> VmId {
         self.vm
     }
 
-    /// Guest RAM announced now.
+    /// Size of the announced guest RAM.
     pub fn ram(&self) -> Bytes {
         lock(&self.shared.table).total()
     }
 
-    /// Announce hot-plugged RAM; call it before the guest can see the RAM. While there is no keeper this succeeds at
-    /// once, and the next attach message announces the region; if no keeper takes it then, a message on standard error
-    /// says so, and the RAM is not managed. While far pages of an earlier VM are written back into this file, it waits,
-    /// but only seconds, since the VMM may hold up its guest meanwhile; then it fails with [`RequestError::Later`], and
+    /// Announces hot-plugged RAM; call it before the guest can see the RAM. Without a keeper this succeeds at once, and
+    /// the next attach message announces the region; if that keeper refuses it, a message on standard error says so,
+    /// and the RAM is not managed. While far pages of an earlier VM are written back to this file, this waits, but only
+    /// for seconds, because the VMM may stop its guest during the call. It then fails with [`RequestError::Later`], and
     /// the RAM must not be used: it may read as zeros where pages are far. After any other error the RAM is not
-    /// managed, but a keeper that did not answer may know it: call [`Client::remove_region`] before you unmap it.
+    /// managed, but a keeper that did not reply may know it: call [`Client::remove_region`] before you unmap it.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         self.add_ram(Ram::one(fd, hva, len, file_offset))
     }
 
-    /// The same for RAM that consists of several pieces, or whose guest-physical address is known.
+    /// Like [`Client::add_region`], for RAM in several pieces, or with a known guest-physical address.
     pub fn add_ram(&self, ram: Ram) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (shared, hva) = (&self.shared, ram.hva);
         let region = Region::checked(ram).map_err(RequestError::Invalid)?;
         if region.is_huge() && shared.features & HUGETLB_FEATURES != HUGETLB_FEATURES {
-            return Err(RequestError::Invalid(format!("RAM at {hva}: this kernel's userfaultfd has no huge pages")));
+            let why = format!("RAM at {hva}: this kernel's userfaultfd has no huge pages");
+            return Err(RequestError::Invalid(why.into()));
         }
         region.ram.register(&shared.uffds).map_err(|error| {
-            RequestError::Invalid(format!("RAM at {hva} comes on demand, and cannot be registered: {error}"))
+            let why = format!("RAM at {hva} comes on demand, and cannot be registered: {error}");
+            RequestError::Invalid(why.into())
         })?;
-        // Why the keeper asked to wait, or why RAM may not wait for the next one: nobody would serve it then.
+        // Why the keeper asked to wait, or why this RAM cannot wait for the next keeper: nobody would serve its faults.
         let mut waits =
             region.ram.is_on_demand.then(|| "there is no keeper, and this memory comes on demand".to_owned());
         let (info, fds) = region.describe();
         let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
-        let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;
+        let sent = sent.map_err(|error| RequestError::Invalid(error.to_string().into()))?;
         let mut region = Some(region);
-        {
-            // As the next attach message will contain it.
-            let mut table = lock(&shared.table);
-            table.extend(region.take());
-            let (infos, files) = table.describe(true);
-            let checked = match infos.len() {
-                ..=MAX_REGIONS => wire::check_regions(&infos, u8::try_from(files.len()).unwrap_or(u8::MAX)),
-                _ => Err(format!("a VM may have at most {MAX_REGIONS} RAM regions")),
-            };
-            region = table.pop();
-            checked.map_err(RequestError::Invalid)?;
-        }
+        lock(&shared.table).check_with(&mut region).map_err(RequestError::Invalid)?;
         let fds: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
         let until = Instant::now() + shared.timing.answer;
         loop {
@@ -99,26 +90,25 @@ impl Client {
             if matches!(answer, Ok(Asked::Later))
                 && let Some(why) = waits
             {
-                // The keeper that asked to wait is gone. Pages of this RAM may be far: the next one must not take it
-                // from an attach message, after the VMM has begun to use it.
+                // The keeper that asked to wait is gone. Pages of this RAM may be far, so the next keeper must not get
+                // it in an attach message after the VMM has begun to use it.
                 drop(self.remove_region(hva));
                 return Err(RequestError::Later(why));
             }
             match &answer {
                 Ok(Asked::Again(why)) => {
-                    // If it stayed in the table, an attach message after a keeper's death and the next request would
-                    // both announce it.
+                    // If it stayed in the table, both an attach message after a keeper's death and the next request
+                    // would announce it.
                     region = lock(&shared.table).take(hva);
                     if region.is_none() {
-                        return Err(RequestError::Invalid(format!(
-                            "RAM at {hva} was unmapped before it was announced"
-                        )));
+                        let why = format!("RAM at {hva} was unmapped before it was announced");
+                        return Err(RequestError::Invalid(why.into()));
                     }
                     if Instant::now() >= until {
                         return Err(RequestError::Later(why.clone()));
                     }
                     waits = Some(why.clone());
-                    std::thread::sleep(shared.timing.backoff_last);
+                    std::thread::sleep(shared.timing.again);
                     continue;
                 }
                 // The service thread has confirmed it, or will with the next attach message.
@@ -131,26 +121,25 @@ impl Client {
         }
     }
 
-    /// Tell the guest-physical ranges of the region at `hva`, once the VMM knows them. They replace earlier ranges; an
-    /// empty list means that they are not known. While there is no keeper this waits, for a minute at most.
+    /// Sets the guest-physical ranges of the region at `hva`, once the VMM knows them. They replace earlier ranges; an
+    /// empty list means unknown. Without a keeper this waits, for at most a minute.
     pub fn set_guest_ranges(&self, hva: Hva, ranges: &[GuestRange]) -> Result<(), RequestError> {
-        /// Longest wait for a missing keeper.
         const WAIT: Duration = Duration::from_secs(60);
         let _quiet = visit::enter();
         let region = self.regions().into_iter().find(|region| region.0 == hva);
-        let (_, len) = region.ok_or_else(|| RequestError::Invalid(format!("no RAM region begins at {hva}")))?;
+        let (_, len) = region.ok_or_else(|| RequestError::Invalid(format!("no RAM region begins at {hva}").into()))?;
         check_guest_ranges(Bytes(len), ranges).map_err(RequestError::Invalid)?;
         let message = ClientToKeeper::GuestRanges { hva, ranges: ranges.to_vec() };
         loop {
             match self.shared.link.ask(&message, &[], self.shared.timing.answer, false, |_| ())? {
                 Asked::Done => return Ok(()),
-                // The next attach message does not contain it.
+                // The next attach message does not contain them.
                 Asked::Later | Asked::Again(_) => self.shared.link.wait_for_keeper(WAIT)?,
             }
         }
     }
 
-    /// Tell how much of the guest's RAM is not managed now. The value replaces the last one.
+    /// Reports how much of the guest's RAM is not managed now. Replaces the last value.
     pub fn set_unmanaged(&self, len: Bytes) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let why = "it is no shared memory file that was announced".into();
@@ -168,24 +157,25 @@ impl Client {
         lock(&self.shared.table).iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
     }
 
-    /// Remove RAM that is about to be unplugged: call it before the unmap, and unmap after it returns, whatever it
+    /// Removes RAM that is about to be unplugged: call it before the unmap, and unmap after it returns, whatever it
     /// returns.
     pub fn remove_region(&self, hva: Hva) -> Result<(), RequestError> {
-        /// Keepers that are asked in turn: more do not die during one unplug.
+        /// Most keepers that are asked in turn: more do not die during one unplug.
         const MOST_KEEPERS: usize = 8;
         let _quiet = visit::enter();
         let shared = &self.shared;
         if !lock(&shared.table).iter().any(|region| region.hva() == hva) {
-            return Err(RequestError::Invalid(format!("no RAM region begins at {hva}")));
+            return Err(RequestError::Invalid(format!("no RAM region begins at {hva}").into()));
         }
         let mut answer = Ok(Asked::Later);
         let mut unlisted = false;
-        // If the keeper dies before it replies, its successor may have the region from an attach message: ask it too.
+        // If the keeper dies before it replies, its successor may have the region from an attach message, so it is
+        // asked, too.
         for _ in 0..MOST_KEEPERS {
             let timing = shared.timing;
             answer = shared.link.ask(&ClientToKeeper::RemoveRegion(hva), &[], timing.answer, false, |state| {
-                // If there is no keeper, the next attach message must not contain the region; otherwise it stays until
-                // the reply.
+                // Without a keeper, the next attach message must not contain the region; otherwise it stays until the
+                // reply.
                 if state.phase != link::Phase::Up {
                     unlisted = lock(&shared.table).remove(hva);
                 }
@@ -194,14 +184,14 @@ impl Client {
                 break;
             }
         }
-        // No zap may hit memory that is mapped there next.
+        // No zap may hit the next mapping there.
         lock(&shared.table).remove(hva);
         answer.map(|_: Asked| ())
     }
 
     /// From now on no page may be reclaimed, for this reason. `Ok` means that the keeper has confirmed it; without it,
-    /// do not do anything that needs the pin. A touch restores a page that is far already; [`Client::restore_all`]
-    /// touches all. The keeper confirms the pin when far pages are back, so this waits for as long as they return.
+    /// do not do anything that needs the pin. The keeper confirms a pin when all far pages are restored, so this waits
+    /// while they return.
     pub fn pin(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let reason = cut(reason.to_owned());
@@ -213,7 +203,7 @@ impl Client {
         self.shared.link.ask_while(&message, &[], limit, true, change, &self.pages_return()).map(drop)
     }
 
-    /// Returns whether pages have returned since the last call.
+    /// A function that returns whether pages have returned since its last call.
     fn pages_return(&self) -> impl Fn() -> bool {
         let seen = std::cell::Cell::new(lock(&self.shared.table).resident());
         move || {
@@ -222,24 +212,23 @@ impl Client {
         }
     }
 
-    /// From now on [`Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or before); without
+    /// From now on [`Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or earlier); without
     /// it, do not let the kernel or a device write to guest RAM past the page table.
     pub fn may_pin(&self) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         self.shared.link.may_pin(self.shared.timing.answer)
     }
 
-    /// Prepare to hand this process's RAM on: to a program that it executes, or to another VMM that opens the file.
-    /// Restores every far page, and reclaims none from now on, for this reason, which stays as after [`Client::pin`].
-    /// `Ok` means that all pages are in their files; without it, do not hand the RAM on. It takes a second for some
-    /// 100,000 far pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not
-    /// respond).
+    /// Prepares to hand this process's RAM on: to a program that it executes, or to another VMM that opens the file.
+    /// Restores each far page, and reclaims none from now on, for this reason, as after [`Client::pin`]. `Ok` means
+    /// that all pages are in their files; without it, do not hand the RAM on. Takes a second per 100,000 far pages, and
+    /// gives up when no page was restored for 30 seconds (no memory, or a store that does not respond).
     pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (shared, limit) = (&self.shared, self.shared.timing.handshake);
         let reason = cut(reason.to_owned());
         let message = ClientToKeeper::Pin(reason.clone());
-        // If a keeper dies meanwhile, ask the next: only a reply proves that the pages are back.
+        // If a keeper dies during this, the next one is asked: only a reply proves that the pages are back.
         loop {
             let change = |state: &mut link::State| {
                 state.pinned.get_or_insert(reason.clone());
@@ -251,8 +240,8 @@ impl Client {
         }
     }
 
-    /// Touch every page of guest RAM on this thread, so that none is far afterwards (if the VM is pinned). Pages that
-    /// the guest never used become resident too.
+    /// Touches each page of guest RAM on this thread, so that none is far afterwards (if the VM is pinned). Pages that
+    /// the guest never used become resident, too.
     pub fn restore_all(&self) -> std::io::Result<()> {
         let _quiet = visit::enter();
         let parts: Vec<Range> = {
@@ -262,7 +251,7 @@ impl Client {
         parts.into_iter().try_for_each(populate)
     }
 
-    /// Announce that the VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages,
+    /// Announces that the VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages,
     /// each range inside one region, at most 1024 ranges. Free the memory only after `Ok`. After an error keep it: its
     /// content is unchanged, except after [`DiscardError::Failed`].
     pub fn discard(&self, ranges: &[Range]) -> Result<(), DiscardError> {
@@ -286,8 +275,8 @@ impl Client {
         self.shared.control.discard(ranges.to_vec(), self.shared.timing.answer, waiting_on)
     }
 
-    /// The same, for a VMM that frees the memory while it holds what this returns, and drops it then. Memory that is
-    /// known to be in DRAM, without a copy anywhere, is freed without asking an engine (see `zapped.rs`).
+    /// Like [`Client::discard`], for a VMM that frees the memory while it holds the result, and then drops it. Memory
+    /// that is known to be in DRAM, without a copy anywhere, is freed without a message to an engine (see `zapped.rs`).
     pub fn freeing(&self, ranges: &[Range]) -> Result<Freeing<'_>, DiscardError> {
         if ranges.is_empty() {
             return Ok(Freeing(None));
@@ -313,15 +302,16 @@ impl Client {
         lock(&self.shared.table).of_file(file, offset, len)
     }
 
-    /// Announce that these addresses are about to be unmapped or mapped over. Regions covered whole are removed as by
-    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. Touches of this
-    /// thread first restore its far pages: the next mapping there may be the same RAM, and raises no faults.
+    /// Announces that these addresses are about to be unmapped or mapped over. Regions that are covered completely are
+    /// removed as by [`Client::remove_region`]; a part of a region is never zapped again, and so never reclaimed. This
+    /// thread first touches that part to restore its far pages, because the next mapping there may be of this RAM, and
+    /// raises no faults.
     pub fn unmapping(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
         self.leave(hva, len, false)
     }
 
-    /// The same before a call that may fail and leave what is mapped there: far pages of regions covered whole are
-    /// restored as well.
+    /// Like [`Client::unmapping`], before a call that may fail and leave the mapping: far pages of completely covered
+    /// regions are restored, too.
     pub fn mapping_over(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
         self.leave(hva, len, true)
     }
@@ -341,13 +331,13 @@ impl Client {
     }
 }
 
-/// A range in pieces of this size, except the last.
+/// A range in pieces of this size; the last one may be shorter.
 fn pieces(hva: Hva, len: u64, size: u64) -> impl Iterator<Item = Range> {
     let end = hva.0 + len;
     (hva.0..end).step_by(size as usize).map(move |at| (Hva(at), (end - at).min(size)))
 }
 
-/// Touch every page of a range, so that none is far.
+/// Touches each page of a range, so that none is far.
 fn populate((hva, len): Range) -> std::io::Result<()> {
     let advice = rustix::mm::Advice::LinuxPopulateRead;
     // SAFETY: MADV_POPULATE_READ changes no bytes and frees nothing; an address that is unmapped meanwhile is an error,

@@ -2,10 +2,10 @@
 //!
 //! Before: a VMM thread wants to free memory. After: the engine has dropped its far copies, or the message was taken
 //! back.
-//! Threads: VMM threads send and wait; the service thread delivers replies and swaps the socket. One lock, held
+//! Threads: VMM threads send and wait; the service thread delivers replies and replaces the socket. One lock, held
 //! briefly.
-//! Promise: a discard that failed will never take effect later. A waiter trusts a reply only when no later copy of its
-//! message was read: one engine reads in order, so every earlier copy was read before or died with its reader.
+//! Promise: a discard that failed never takes effect later. A waiter trusts a reply only if no later copy of its
+//! message was read: an engine reads in order, so each earlier copy was read before, or died with its reader.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -17,8 +17,8 @@ use ballast_sys::scm;
 
 use crate::lock::lock;
 
-/// Both ends of a control socket. The VMM keeps a duplicate of the engine's end too, so that it can take back messages
-/// that no engine has read.
+/// Both ends of a control socket. The VMM keeps a duplicate of the engine's end, too, to take back messages that no
+/// engine has read.
 #[derive(Debug)]
 pub(crate) struct Pair {
     pub ours: OwnedFd,
@@ -28,17 +28,17 @@ pub(crate) struct Pair {
 impl Pair {
     pub fn new() -> io::Result<Self> {
         let (ours, theirs) = scm::pair()?;
-        // A dead engine reads nothing; the VMM must not wait for it. Only this end is affected.
+        // A dead engine reads nothing, and the VMM must not wait for it. Only this end is affected.
         rustix::io::ioctl_fionbio(&ours, true)?;
         Ok(Self { ours, theirs })
     }
 
-    /// Send without waiting. `Ok(false)`: the queue is full, because no engine has read it for some time.
+    /// Sends without waiting. `Ok(false)`: the queue is full, because no engine has read it for some time.
     pub fn send(&self, message: &ClientToEngine) -> io::Result<bool> {
         self.send_with(message, &[])
     }
 
-    /// The same with descriptors. If the message is taken back, they are closed, and the engine asks again.
+    /// Like `send`, with descriptors. If the message is taken back, they are closed, and the engine asks again.
     pub fn send_with(&self, message: &ClientToEngine, fds: &[BorrowedFd<'_>]) -> io::Result<bool> {
         match scm::send(&self.ours, &wire::encode(message), fds) {
             Ok(()) => Ok(true),
@@ -47,11 +47,11 @@ impl Pair {
         }
     }
 
-    /// Take back every message that no engine has read.
+    /// Takes back each message that no engine has read.
     fn take_back(&self) -> Vec<Vec<u8>> {
         let mut messages = Vec::new();
-        // `theirs` is blocking, because engines share its file description. MSG_DONTWAIT returns an error instead of
-        // waiting when no message is left.
+        // `theirs` is blocking, because engines share its open file description. With MSG_DONTWAIT, the call fails when
+        // no message is left.
         let mut buffer = vec![0; scm::MAX_MESSAGE];
         while let Ok((len, _)) =
             rustix::net::recv(&self.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT)
@@ -69,10 +69,9 @@ impl Pair {
 struct Waiter {
     id: u64,
     ranges: Vec<Range>,
-    /// Sequence numbers of the copies sent on the current socket, ascending, which may take effect yet. In the socket
-    /// they are in this order.
+    /// Sequence numbers of those copies on the current socket that may still take effect, ascending, as in the socket.
     copies: Vec<u64>,
-    /// A copy was read from an earlier socket, and nobody has replied to it.
+    /// A copy was read from an earlier socket, and got no reply.
     uncertain: bool,
     done: Option<Result<(), String>>,
 }
@@ -90,14 +89,14 @@ impl State {
         self.last_number
     }
 
-    /// A new waiter, which has sent nothing yet.
+    /// Adds a waiter, which has sent nothing yet.
     fn add_waiter(&mut self, ranges: Vec<Range>) -> u64 {
         let id = self.next_number();
         self.waiters.push(Waiter { id, ranges, copies: Vec::new(), uncertain: false, done: None });
         id
     }
 
-    /// The waiter whose copy was taken back unread; the copy is struck. `None`: nobody waits for it.
+    /// Removes a copy that was taken back unread. Returns its waiter; `None`: it has no waiter.
     fn strike(&mut self, seq: u64) -> Option<u64> {
         let owner = self.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq))?;
         owner.copies.retain(|copy| *copy != seq);
@@ -113,26 +112,27 @@ impl State {
         }
     }
 
-    /// Take back the unread copies of one waiter. Returns whether none is left that may take effect.
+    /// Takes back the unread copies of one waiter. Returns whether no copy is left that may take effect.
     fn recall(&mut self, id: u64) -> bool {
         let taken = self.pair.as_ref().map(|pair| pair.take_back()).unwrap_or_default();
         self.settle(id, taken);
         self.waiters.iter().all(|waiter| waiter.id != id || waiter.copies.is_empty() && !waiter.uncertain)
     }
 
-    /// These messages were taken back because of one waiter: send those of others again. An engine may have read a
-    /// later message meanwhile, so a discard gets a new number: a reply to an earlier one does not count then.
+    /// These messages were taken back because of one waiter; those of others are sent again. A discard gets a new
+    /// number, because an engine may have read a later message in between: the reply to an earlier number then does not
+    /// count.
     fn settle(&mut self, id: u64, taken: Vec<Vec<u8>>) {
         let Some(pair) = self.pair.clone() else { return };
         let mut again = Vec::new();
         for bytes in taken {
             let Ok(ClientToEngine::Discard { seq, .. }) = wire::decode(&bytes) else {
-                // Taking it back made space, and this lock keeps discards out. If a reply to a zap finds no space, it
-                // is lost to an engine that has not read for seconds.
+                // There is space, because the message was taken back and this lock keeps discards out. If the reply to
+                // a zap still finds none, only an engine misses it that has not read for seconds.
                 drop(scm::send(&pair.ours, &bytes, &[]));
                 continue;
             };
-            // One that nobody waits for is dropped.
+            // A copy without a waiter is dropped.
             let Some(owner) = self.strike(seq) else { continue };
             if owner != id && !again.contains(&owner) {
                 again.push(owner);
@@ -142,10 +142,10 @@ impl State {
     }
 }
 
-/// Why a discard failed. The memory must not be freed then.
+/// Why a discard failed. The memory must not be freed.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscardError {
-    /// Caused by the VMM: a range is not whole pages inside one announced region. The memory is unchanged.
+    /// Caused by the VMM: a range is not whole pages of one announced region. The memory is unchanged.
     #[error("Discarding memory: {0}")]
     Invalid(String),
     /// No engine has read the message in time, and it was taken back. The memory is unchanged.
@@ -156,7 +156,7 @@ pub enum DiscardError {
     Failed(String),
 }
 
-/// The control socket and the discards that wait on it.
+/// The control socket, and the discards that wait for replies on it.
 #[derive(Debug, Default)]
 pub(crate) struct ControlSocket {
     state: Mutex<State>,
@@ -164,13 +164,13 @@ pub(crate) struct ControlSocket {
 }
 
 impl ControlSocket {
-    /// The socket that engines are told to use now.
+    /// The socket whose other end engines get now.
     pub fn pair(&self) -> Option<std::sync::Arc<Pair>> {
         lock(&self.state).pair.clone()
     }
 
-    /// Use a new socket from now on. Messages that no engine has read on the old one are taken back, and the discards
-    /// that still wait are sent on the new one.
+    /// Replaces the socket. Messages that no engine has read from the old one are taken back, and waiting discards are
+    /// sent on the new one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
         let mut state = lock(&self.state);
         for bytes in state.pair.replace(pair).map(|old| old.take_back()).unwrap_or_default() {
@@ -180,10 +180,11 @@ impl ControlSocket {
         }
         for index in 0..state.waiters.len() {
             if state.waiters[index].done.is_some() {
-                // Its thread has not run since the reply: another copy would take effect after the discard is over.
+                // Its thread has not run since the reply: another copy would take effect after the discard has
+                // returned.
                 continue;
             }
-            // A dead engine may have a thread that still works on one that it read.
+            // A dead engine may have a thread that still works on a copy.
             state.waiters[index].uncertain |= !state.waiters[index].copies.is_empty();
             state.waiters[index].copies.clear();
             let id = state.waiters[index].id;
@@ -192,8 +193,8 @@ impl ControlSocket {
         self.changed.notify_all();
     }
 
-    /// An engine has replied. It counts if no later copy can take effect: those that nobody has read are taken back.
-    /// (Otherwise a discard that takes longer than the pause between copies would never be over.)
+    /// An engine has replied. The reply counts if no later copy can take effect, so unread copies are taken back.
+    /// (Without that, a discard that takes longer than the time between copies would never return.)
     pub fn discard_done(&self, seq: u64, result: Result<(), String>) {
         let mut state = lock(&self.state);
         let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq)) else { return };
@@ -209,11 +210,11 @@ impl ControlSocket {
         }
     }
 
-    /// Send a discard to the engine and wait. Repeats the message, because an engine may die between read and reply.
+    /// Sends a discard to the engine and waits. Repeats the message, because an engine may die between read and reply.
     ///
-    /// After `timeout` without a reply the message is taken back. If that fails, because an engine has read it and may
-    /// act on it at any time, this keeps waiting and reports that through `announce`: a discard that takes effect after
-    /// the guest has reused the page would destroy data.
+    /// After `timeout` without a reply, the message is taken back. If that fails, because an engine has read it and may
+    /// act on it at any time, this waits longer and reports that by `announce`: a discard that took effect after the
+    /// guest reused the page would destroy data.
     pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
@@ -231,9 +232,9 @@ impl ControlSocket {
                 if state.recall(id) {
                     break Err(DiscardError::NoAnswer(timeout));
                 }
-                // Its unread copies are taken back.
+                // Its unread copies were taken back.
                 (deadline, repeat_at) = (now + timeout, now);
-                // Without the lock: zaps need it, too.
+                // Without the lock, which zaps need, too.
                 drop(state);
                 announce();
                 state = lock(&self.state);

@@ -1,9 +1,10 @@
 //! `/dev/userfaultfd` from the keeper, for a VMM that may not open it: of another user, or in a container or a mount
 //! namespace without it.
 //!
-//! Before: this process could not make a userfaultfd. After: it has the keeper's open device. The kernel checks
-//! permission when the device is opened; the address space is that of the process that makes the userfaultfd.
-//! Threads: the caller's. Promise: it waits for the keeper for the time of a handshake at most.
+//! Before: this process could not create a userfaultfd. After: it has the keeper's open device. The kernel checks
+//! permission when the device is opened; the address space is that of the process that creates the userfaultfd.
+//! Threads: the caller's.
+//! Promise: waits for the keeper for at most the time of a handshake.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -16,7 +17,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use crate::error::AttachError;
 
-/// Ask the keeper at this socket for the device. `Ok(None)`: it has none to give, and its log says why.
+/// Asks the keeper at this socket for the device. `Ok(None)`: it has none, and its log says why.
 pub(crate) fn of_keeper(path: &Path, at_most: Duration) -> Result<Option<OwnedFd>, AttachError> {
     let open = || -> std::io::Result<OwnedFd> {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;

@@ -1,19 +1,20 @@
 //! Errors of attachments and of requests to the keeper.
 //!
-//! Before: the keeper, the kernel or a check said no. After: the VMM, and C code through `ffi`, report the error.
-//! Promise: an operator can read each one; it gives advice where there is any.
+//! Before: the keeper, the kernel or a check refused. After: the VMM, and C code through `ffi`, report the error.
+//! Promise: each error is text for an operator, with advice where there is any.
 
 use std::io;
 use std::path::PathBuf;
 
+use ballast_base::Invalid;
 use ballast_base::wire::WireError;
 
-/// Attaching failed; the VMM is not managed and nothing in it was changed.
+/// Attaching failed; the VMM is not managed, and nothing in it was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// Caused by the VMM: its description is invalid.
     #[error("Attaching to Ballast: {0}")]
-    Config(String),
+    Config(Invalid),
     /// The kernel refuses to create a userfaultfd.
     #[error(
         "Attaching to Ballast: creating a userfaultfd (the keeper has no /dev/userfaultfd to give, which Linux 6.1 \
@@ -28,14 +29,14 @@ pub enum AttachError {
     Connect {
         /// The socket.
         path: PathBuf,
-        /// The error of the connect.
+        /// The error of `connect`.
         #[source]
         source: io::Error,
     },
     /// The keeper refuses this VM.
     #[error("Attaching to Ballast: the keeper refused: {0}")]
     Refused(String),
-    /// The keeper is not ready for this RAM. The first attach, which waits, never returns it.
+    /// The keeper is not ready for this RAM. Not returned by the first attach, which waits.
     #[error("Attaching to Ballast: the keeper asks to wait: {0}")]
     Later(String),
     /// The keeper hung up or did not reply in time.
@@ -47,7 +48,7 @@ pub enum AttachError {
     /// A resource of this process ran out.
     #[error("Attaching to Ballast: {what}")]
     System {
-        /// The activity.
+        /// The failed operation.
         what: &'static str,
         /// The kernel's error.
         #[source]
@@ -60,11 +61,11 @@ pub enum AttachError {
 pub enum RequestError {
     /// Caused by the VMM: the request is invalid.
     #[error("{0}")]
-    Invalid(String),
+    Invalid(Invalid),
     /// The keeper refused, for this reason.
     #[error("the keeper refused: {0}")]
     Refused(String),
-    /// The keeper is not ready for this RAM, for this reason: pages of it may be far, and it must not be used.
+    /// The keeper is not ready for this RAM, for this reason: pages of it may be far, so it must not be used.
     #[error("the keeper asks to wait: {0}")]
     Later(String),
     /// The keeper is gone or silent.

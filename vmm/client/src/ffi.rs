@@ -1,8 +1,8 @@
 //! The C interface of the client; `include/ballast.h` declares it in C.
 //!
-//! Before: a VMM in C calls. After: [`Client`] does the work. Threads: any VMM thread. Units: bytes; addresses of this
-//! process. Promise: no panic crosses into C; every failure is a negative errno (or NULL) plus a text from
-//! `ballast_last_error`.
+//! Before: a VMM in C calls. After: [`Client`] does the work.
+//! Threads: any VMM thread. Units: bytes; addresses of this process.
+//! Promise: no panic crosses into C; each failure is a negative errno (or NULL) and a text from `ballast_last_error`.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -14,7 +14,7 @@ use ballast_base::guest::{GuestRange, MAX_GUEST_RANGES};
 
 use crate::{AttachError, Builder, Bytes, Client, DiscardError, Hva, Ram, RamExtent, RequestError, chain};
 
-/// `struct ballast_config`. It can grow: `size` names the caller's version, and another version is refused.
+/// `struct ballast_config`. May grow: `size` states the caller's version, and another version is refused.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastConfig {
@@ -62,7 +62,7 @@ pub struct BallastExtent {
 /// `BALLAST_UNKNOWN`.
 pub const UNKNOWN: u64 = u64::MAX;
 
-/// `struct ballast_ram`. It can grow: `size` names the caller's version, and another version is refused.
+/// `struct ballast_ram`. May grow: `size` states the caller's version, and another version is refused.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastRam {
@@ -104,7 +104,7 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// A failure that C gets as errno and text.
+/// A failure, which C gets as errno and text.
 struct Failure(c_int, String);
 
 impl From<AttachError> for Failure {
@@ -151,7 +151,7 @@ fn invalid(text: &str) -> Failure {
     Failure(libc::EINVAL, text.to_owned())
 }
 
-/// Run `body`; keep the text of its failure, also of a panic, for `ballast_last_error`.
+/// Runs `body`; keeps the text of its failure, or of a panic, for `ballast_last_error`.
 fn guarded<T>(body: impl FnOnce() -> Result<T, Failure>) -> Result<T, c_int> {
     let result = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|_| Err(Failure(libc::EFAULT, "a bug in the Ballast client".into())));
@@ -220,7 +220,7 @@ unsafe fn borrow<'a>(client: *const Client) -> Result<&'a Client, Failure> {
     unsafe { client.as_ref() }.ok_or_else(|| invalid("the client is NULL"))
 }
 
-/// Attach this process with `count` regions. NULL on failure. The handle lives until the process ends.
+/// Attaches this process with `count` regions. NULL on failure. The handle lives until the process ends.
 ///
 /// # Safety
 /// `config` is NULL or points to a config whose `size` is right and whose texts are NUL-terminated; `regions` points to
@@ -247,7 +247,7 @@ pub unsafe extern "C" fn ballast_attach(
     guarded(attach).unwrap_or(std::ptr::null())
 }
 
-/// Attach with RAM that consists of several extents, or whose guest-physical address is known. NULL on failure.
+/// Attaches with RAM in several extents, or with known guest-physical addresses. NULL on failure.
 ///
 /// # Safety
 /// As for [`ballast_attach`]; `rams` points to `count` pieces of RAM of the size in the first one.
@@ -295,7 +295,7 @@ unsafe fn configured(config: *const BallastConfig) -> Result<Builder, Failure> {
     Ok(builder)
 }
 
-/// Announce hot-plugged RAM that consists of several extents, or whose guest-physical address is known.
+/// Announces hot-plugged RAM in several extents, or with a known guest-physical address.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `added` points to RAM.
@@ -309,7 +309,7 @@ pub unsafe extern "C" fn ballast_add_ram(client: *const Client, added: *const Ba
     })
 }
 
-/// Announce hot-plugged RAM.
+/// Announces hot-plugged RAM.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `added` points to a region.
@@ -323,7 +323,7 @@ pub unsafe extern "C" fn ballast_add_region(client: *const Client, added: *const
     })
 }
 
-/// Tell the guest-physical ranges of a region.
+/// Sets the guest-physical ranges of a region.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges, or `count` is 0.
@@ -352,7 +352,7 @@ pub unsafe extern "C" fn ballast_set_guest_ranges(
     })
 }
 
-/// Remove RAM that is about to be unmapped.
+/// Removes RAM that is about to be unmapped.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`].
@@ -362,7 +362,7 @@ pub unsafe extern "C" fn ballast_remove_region(client: *const Client, address: *
     status(|| Ok(unsafe { borrow(client)? }.remove_region(Hva(address as u64))?))
 }
 
-/// Announce that memory is about to be freed; free it only after 0.
+/// Announces that memory is about to be freed; free it only after 0.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges.
@@ -397,7 +397,7 @@ pub unsafe extern "C" fn ballast_pin(client: *const Client, reason: *const c_cha
     })
 }
 
-/// Restore every page, because this process is about to hand its RAM on (`exec`).
+/// Restores each page, because this process is about to hand its RAM on (`exec`).
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `reason` is a NUL-terminated string.
@@ -420,7 +420,7 @@ pub unsafe extern "C" fn ballast_may_pin(client: *const Client) -> c_int {
     status(|| Ok(unsafe { borrow(client)? }.may_pin()?))
 }
 
-/// Why the last call on this thread failed. Valid until the next failing call on this thread.
+/// Text of the last failure on this thread, valid until the next failing call on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn ballast_last_error() -> *const c_char {
     catch_unwind(|| LAST_ERROR.with(|last| last.borrow().as_ptr())).unwrap_or(c"".as_ptr())

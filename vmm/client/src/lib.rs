@@ -1,7 +1,7 @@
-//! The client: a VMM links (or preloads) it, so that Ballast can take its cold guest memory and restore it on touch.
+//! The client: a VMM links (or preloads) it, so that Ballast can evict its cold guest memory and restore it on touch.
 //!
-//! Before: the VMM maps guest RAM as shared memory. After: keeper and engine hold its userfaultfds and RAM files.
-//! Threads: one, `ballast-client`, started by [`Builder::attach`]; everything public may be called from any thread.
+//! Before: the VMM maps guest RAM as shared memory. After: keeper and engine have its userfaultfds and RAM files.
+//! Threads: one, `ballast-client`, started by [`Builder::attach`]; the public interface may be called from any thread.
 //! Units: addresses are host virtual addresses of this process, lengths are bytes.
 //! Promise: no panic leaves the C functions, only announced RAM is ever zapped, and the death of a keeper or an engine
 //! is only a pause.
@@ -22,7 +22,7 @@
 //!
 //! There is no detach: pages may be far, and only the engine can restore them. A client stays attached until its
 //! process exits. To drop a [`Client`] changes nothing: the userfaultfds must stay open, because the kernel resolves
-//! faults of a closed one with zeros.
+//! faults with zeros after a userfaultfd is closed.
 
 mod agent_port;
 mod builder;

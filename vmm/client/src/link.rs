@@ -19,12 +19,12 @@ use ballast_sys::scm;
 use crate::error::{AttachError, RequestError};
 use crate::lock::lock;
 
-/// The state between client and keeper.
+/// The state of the connection to the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not connected (yet, or any more).
+    /// Not connected.
     Down,
-    /// The attach message is sent; its content can no longer be changed.
+    /// The attach message was sent; its content is fixed.
     Pending,
     /// Attached.
     Up,
@@ -32,10 +32,10 @@ pub(crate) enum Phase {
     Failed,
 }
 
-/// The files that are kept for the next keeper.
+/// The files that the client keeps for the next keeper.
 #[derive(Debug)]
 pub(crate) struct Escrow {
-    /// The number of files of each store.
+    /// Number of files of each store.
     pub stores: Vec<StoreFiles>,
     /// The state file, then the files of the stores.
     pub files: Vec<OwnedFd>,
@@ -47,19 +47,20 @@ pub(crate) struct State {
     pub vm: Option<VmId>,
     pub escrow: Option<Escrow>,
     pub pinned: Option<String>,
-    /// The value in the next attach message; true also after a `MayPin` without a reply.
+    /// The value in the next attach message; true even after a `MayPin` without a reply.
     pub may_pin: bool,
     socket: Option<Arc<OwnedFd>>,
     sent: u64,
     answered: u64,
     answer: Result<Asked, String>,
-    /// The last request asks the keeper to take the region at this address: its number.
+    /// Number of the last request, and the region's address, if that request announces a region.
     adding: Option<(u64, Hva)>,
     error: Option<AttachError>,
 }
 
 impl State {
-    /// Is this still the socket to the keeper? Another socket means another keeper, which has had an attach message.
+    /// Whether this is still the socket to the keeper. Another socket means another keeper, which had an attach
+    /// message.
     fn is_on(&self, socket: &Arc<OwnedFd>) -> bool {
         self.socket.as_ref().is_some_and(|now| Arc::ptr_eq(now, socket))
     }
@@ -71,23 +72,22 @@ pub(crate) struct Link {
     changed: Condvar,
     /// Held for a whole request, so that there is one at a time.
     asking: Mutex<()>,
-    /// A keeper has confirmed that this VM may pin. That is final: every later attach message says it too.
+    /// A keeper has confirmed that this VM may pin. That is final: each later attach message says so.
     may_pin_confirmed: AtomicBool,
 }
 
-/// The result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// The keeper did it.
     Done,
-    /// The keeper did nothing, for this reason, and should be asked again in a moment.
+    /// The keeper did nothing, for this reason, and must be asked again soon.
     Again(String),
-    /// There is no keeper now; the next attach message carries the change.
+    /// There is no keeper now; the next attach message has the change.
     Later,
 }
 
 impl Link {
-    /// `may_pin` is part of the first attach message, so once there is a client a keeper has read it.
+    /// `may_pin` is part of the first attach message, so a keeper has read it before the first request.
     pub fn new(pinned: Option<String>, may_pin: bool) -> Self {
         let state = State {
             phase: Phase::Down,
@@ -118,7 +118,7 @@ impl Link {
         lock(&self.state).vm
     }
 
-    /// Is this still the first attempt?
+    /// Whether this is still the first attempt.
     pub fn first(&self) -> bool {
         self.vm().is_none()
     }
@@ -127,7 +127,7 @@ impl Link {
         lock(&self.state).socket.clone()
     }
 
-    /// Lock the state to compose an attach message. Nothing can be added or pinned while the lock is held.
+    /// Locks the state to compose an attach message. Nothing can be added or pinned while the lock is held.
     pub fn begin(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -156,9 +156,9 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// The keeper has replied to the next request. `taken` is called if it has taken the region that the last request
-    /// is about, before the thread that asked runs: its engine may want pages of it zapped at once. A late reply to an
-    /// earlier request says nothing of that region.
+    /// The keeper has replied to the next request. If it has taken the region of the last request, `taken` is called
+    /// before the requesting thread runs, because the engine may zap pages of it at once. A late reply to an earlier
+    /// request says nothing about that region.
     pub fn answer(&self, answer: Result<Asked, String>, taken: impl FnOnce(Hva)) {
         let mut state = lock(&self.state);
         if state.answered < state.sent {
@@ -184,7 +184,7 @@ impl Link {
         }
     }
 
-    /// Wait for the outcome of the first attach; the service thread's own limits bound it.
+    /// Waits for the outcome of the first attach, which the service thread's timeouts bound.
     pub fn first_outcome(&self) -> Result<VmId, AttachError> {
         let mut state = lock(&self.state);
         loop {
@@ -198,7 +198,7 @@ impl Link {
         }
     }
 
-    /// Make sure that the keeper knows that this VM may pin. Once a keeper has confirmed it, this asks no more.
+    /// Makes sure that a keeper knows that this VM may pin. Asks only until one has confirmed it.
     pub fn may_pin(&self, limit: Duration) -> Result<(), RequestError> {
         if self.may_pin_confirmed.load(Ordering::Acquire) {
             return Ok(());
@@ -208,8 +208,8 @@ impl Link {
         Ok(())
     }
 
-    /// Make `change` to the content of the next attach message. If there is a keeper, ask it and wait at most `limit`.
-    /// With `waits`, also wait for a missing keeper: its attach message has the change.
+    /// Applies `change` to the next attach message. If there is a keeper, asks it and waits for at most `limit`. With
+    /// `waits`, also waits for a missing keeper, whose attach message has the change.
     pub fn ask(
         &self,
         message: &ClientToKeeper,
@@ -221,7 +221,7 @@ impl Link {
         self.ask_while(message, fds, limit, waits, change, &|| false)
     }
 
-    /// The same, but when `limit` is over, wait for the same keeper for another `limit` if `goes_on` returns true.
+    /// Like `ask`, but after `limit`, waits for that keeper for another `limit` if `goes_on` returns true.
     pub fn ask_while(
         &self,
         message: &ClientToKeeper,
@@ -269,7 +269,7 @@ impl Link {
             }
             if state.is_on(&socket) {
                 return match state.answer.clone() {
-                    // No other request may have this reply.
+                    // No other request may get this reply.
                     Ok(Asked::Again(_)) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
                         Err(RequestError::NoAnswer)
                     }
@@ -279,7 +279,7 @@ impl Link {
             if let (None, Ok(Asked::Again(why))) = (&state.socket, &state.answer)
                 && state.answered >= number
             {
-                // It is gone since. What it was asked to take is in the next attach message, and must not be.
+                // The keeper is gone. The region is in the next attach message, where it must not be.
                 return Err(RequestError::Later(why.clone()));
             }
             return self.settle(state, &socket, until, waits);
@@ -287,7 +287,7 @@ impl Link {
         self.missing(state, until, waits)
     }
 
-    /// Wait until a keeper is there, for at most `limit`.
+    /// Waits until a keeper is there, for at most `limit`.
     pub fn wait_for_keeper(&self, limit: Duration) -> Result<(), RequestError> {
         let until = Instant::now() + limit;
         let mut state = lock(&self.state);
@@ -300,7 +300,7 @@ impl Link {
         Ok(())
     }
 
-    /// The socket of a request has failed: wait until the service thread has noticed.
+    /// The socket of a request has failed: waits until the service thread has noticed.
     fn settle(
         &self,
         mut state: MutexGuard<'_, State>,
@@ -317,7 +317,7 @@ impl Link {
         self.missing(state, until, waits)
     }
 
-    /// The keeper is missing; every attach message from here on has the change.
+    /// The keeper is missing; each attach message from now on has the change.
     fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, waits: bool) -> Result<Asked, RequestError> {
         while waits && state.phase != Phase::Up {
             if Instant::now() >= until {

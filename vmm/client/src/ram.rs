@@ -2,14 +2,14 @@
 //!
 //! Before: the VMM has mapped it. After: [`crate::regions::Table`] has it, and the keeper is told.
 //! Threads: any; plain values. Units: bytes; addresses of this process.
-//! Promise: all of the RAM that passes the checks is a shared mapping of those files at those offsets.
+//! Promise: RAM that passes the checks is a shared mapping of those files at those offsets.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use ballast_base::stripes::Stripes;
 use ballast_base::wire::{RegionInfo, Span, check_spans};
-use ballast_base::{Bytes, Extent, Extents, Hva, PageIdx, PageRange};
+use ballast_base::{Bytes, Extent, Extents, Hva, Invalid, PageIdx, PageRange};
 use ballast_sys::Uffd;
 use ballast_sys::memfd::{self, FileId};
 
@@ -31,7 +31,7 @@ pub struct Ram {
     pub hva: Hva,
     /// The pieces, in the order of their addresses. Some may be of one file.
     pub extents: Vec<RamExtent>,
-    /// The guest-physical address of the first byte, if the VMM knows it and the guest sees all of it in one place.
+    /// The guest-physical address of the first byte, if the VMM knows it and the guest sees the RAM as one range.
     pub guest_address: Option<u64>,
 }
 
@@ -41,34 +41,33 @@ impl Ram {
         Self { hva, extents: vec![RamExtent { fd, offset, len }], guest_address: None }
     }
 
-    /// The same with the guest-physical address of its first byte.
+    /// With the guest-physical address of the first byte.
     #[must_use]
     pub fn at_guest_address(self, address: u64) -> Self {
         Self { guest_address: Some(address), ..self }
     }
 }
 
-/// RAM that was checked.
 #[derive(Debug)]
 pub(crate) struct Checked {
     pub span: Span,
     pub extents: Extents,
     pub guest_address: Option<u64>,
-    /// The files that extents name, each once.
+    /// The files of the extents, each once.
     pub files: Vec<(OwnedFd, FileId)>,
     /// Bytes of its pages.
     pub page: u64,
-    /// Its pages come when they are touched, so every touch must be the engine's.
+    /// Its pages are allocated when they are touched, so that the engine must see each touch.
     pub is_on_demand: bool,
 }
 
 impl Checked {
     /// Check that these addresses really are shared mappings of those files.
-    pub fn new(Ram { hva, extents: pieces, guest_address }: Ram) -> Result<Self, String> {
+    pub fn new(Ram { hva, extents: pieces, guest_address }: Ram) -> Result<Self, Invalid> {
         let len = pieces.iter().fold(0u64, |sum, piece| sum.saturating_add(piece.len.0));
         let span = Span { hva, len: Bytes(len) };
         check_spans(&[span])?;
-        let wrong = |what: &dyn std::fmt::Display| format!("RAM at {hva} of {}: {what}", span.len);
+        let wrong = |what: &dyn std::fmt::Display| Invalid::from(format!("RAM at {hva} of {}: {what}", span.len));
         let io = |error: io::Error| wrong(&format_args!("looking at its file: {error}"));
         let mut files: Vec<(OwnedFd, FileId)> = Vec::new();
         let mut list = Vec::with_capacity(pieces.len());
@@ -110,8 +109,8 @@ impl Checked {
         Ok(Self { span, extents, guest_address, files, page: page.0, is_on_demand })
     }
 
-    /// If its pages come when they are touched, registers all of it before the first touch: until an engine serves it,
-    /// a touch waits. The engine finds it registered, by the same rule.
+    /// If its pages are allocated on demand, registers all of it before the first touch: until an engine serves it, a
+    /// touch waits. The engine finds it registered, by the same rule.
     pub fn register(&self, uffds: &[Uffd]) -> io::Result<()> {
         if !self.is_on_demand {
             return Ok(());
@@ -141,7 +140,7 @@ fn line(text: &str) -> Option<Line> {
     Some((hex(from)?, hex(to)?, shared, hex(offset)?, inode.parse().ok()?))
 }
 
-/// Does this range of addresses consist of shared mappings of that inode, in file order from this offset on?
+/// Whether this range of addresses consists of shared mappings of that inode, in file order from this offset on.
 fn is_shared_mapping(maps: &[Line], (start, end): (u64, u64), file_offset: u64, inode: u64) -> bool {
     let mut next = start;
     for &(from, to, shared, offset, ino) in maps {

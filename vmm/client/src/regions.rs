@@ -1,47 +1,45 @@
 //! The table of announced guest RAM: which memory may be zapped, and the addresses of a file range.
 //!
-//! Before: the VMM names a region. After: `service` asks it before every zap, `preload` asks it at every discard.
-//! Threads: any, behind the one lock in `Shared`; the lock is held across a zap, so memory that was taken off the table
-//! is never zapped afterwards.
-//! Promise: a range is allowed only if it lies wholly inside one announced region and was not unmapped since. Only a
-//! region that a keeper has confirmed is zapped.
+//! Before: the VMM names a region. After: `service` checks each zap against it, `preload` each discard.
+//! Threads: any, behind the lock in `Shared`, which is held across a zap, so that memory is never zapped after it was
+//! taken off the table.
+//! Promise: a range is allowed only if it lies completely inside one announced region and was not unmapped since. Only
+//! a region that a keeper has confirmed is zapped.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
 
-use ballast_base::wire::{Range, RegionInfo};
-use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_base::wire::{self, MAX_REGIONS, Range, RegionInfo};
+use ballast_base::{Bytes, Hva, Invalid, PAGE_SIZE};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::ram::{Checked, Ram};
 use crate::zapped::{MOST, Record};
 
-/// One announced region.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub ram: Checked,
     /// Parts that were unmapped or mapped over since, as `(start, end)` addresses.
     holes: Vec<(u64, u64)>,
-    /// A keeper has confirmed it. No page of it was zapped before, so no page of it is far.
+    /// A keeper has confirmed it. Before that, no page of it was zapped, so none is far.
     confirmed: bool,
-    /// The VMM was told that it is not managed, and may do with it what it likes.
+    /// The VMM was told that it is not managed, and may use it as it likes.
     failed: bool,
-    /// Which of it was zapped. Without it, an engine must hear of all that is freed.
+    /// The units that were zapped. Without it, an engine must know about each discard.
     record: Option<Record>,
 }
 
 impl Region {
     /// Check the RAM that the VMM has given, and make it a region.
-    pub fn checked(ram: Ram) -> Result<Self, String> {
+    pub fn checked(ram: Ram) -> Result<Self, Invalid> {
         Ok(Self { ram: Checked::new(ram)?, holes: Vec::new(), confirmed: false, failed: false, record: None })
     }
 
-    /// Is its RAM of huge pages?
+    /// Whether its RAM consists of huge pages.
     pub fn is_huge(&self) -> bool {
         self.ram.page > PAGE_SIZE as u64
     }
 
-    /// Its address.
     pub fn hva(&self) -> Hva {
         self.ram.span.hva
     }
@@ -57,7 +55,7 @@ impl Region {
     }
 }
 
-/// Every announced region.
+/// All announced regions.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     regions: Vec<Region>,
@@ -72,12 +70,18 @@ impl Table {
         self.regions.push(region);
     }
 
-    /// Remove the region added last.
-    pub fn pop(&mut self) -> Option<Region> {
-        self.regions.pop()
+    /// Whether an attach message may contain this region beside the others.
+    pub fn check_with(&mut self, region: &mut Option<Region>) -> Result<(), Invalid> {
+        self.regions.extend(region.take());
+        let (infos, files) = self.describe(true);
+        let checked = match infos.len() {
+            ..=MAX_REGIONS => wire::check_regions(&infos, u8::try_from(files.len()).unwrap_or(u8::MAX)),
+            _ => Err(format!("a VM may have at most {MAX_REGIONS} RAM regions").into()),
+        };
+        *region = self.regions.pop();
+        checked
     }
 
-    /// Add the region, if there is one.
     pub fn extend(&mut self, region: Option<Region>) {
         self.regions.extend(region);
     }
@@ -87,7 +91,8 @@ impl Table {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
     }
 
-    /// A keeper has confirmed all regions: for the first time, and this process is the first of its VM there.
+    /// A keeper has confirmed all regions. `for_the_first_time`: no keeper had before; `is_first`: this process is the
+    /// first of its VM there.
     pub fn attached(&mut self, for_the_first_time: bool, is_first: bool) {
         for region in &mut self.regions {
             region.confirmed = true;
@@ -99,7 +104,7 @@ impl Table {
         }
     }
 
-    /// These ranges are about to be zapped, as far as they may be.
+    /// Records that the parts of these ranges that may be zapped are about to be.
     pub fn note_zapped(&mut self, ranges: &[Range]) {
         for region in &mut self.regions {
             let (from, to) = region.span();
@@ -113,7 +118,7 @@ impl Table {
         }
     }
 
-    /// An engine has brought this back, and has no copy of it.
+    /// An engine has restored this range, and has no copy of it.
     pub fn settled(&mut self, (hva, len): Range) {
         for region in &mut self.regions {
             let (from, to) = region.span();
@@ -125,7 +130,7 @@ impl Table {
         }
     }
 
-    /// May all of this be discarded, and is it known that nothing of it was ever zapped, and is it not much?
+    /// Whether all of this may be discarded, nothing of it was ever zapped, and it is not too much.
     pub fn is_never_zapped(&self, ranges: &[Range]) -> bool {
         let is_small = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len)) <= MOST;
         is_small
@@ -139,23 +144,23 @@ impl Table {
             })
     }
 
-    /// The VMM is told that this region is not managed: it is never zapped from now on.
+    /// The VMM was told that this region is not managed: it is never zapped from now on.
     pub fn fail(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.failed = true);
     }
 
-    /// Has a keeper confirmed some of the regions, but not all?
+    /// Whether a keeper has confirmed some of the regions, but not all.
     pub fn is_confirmed_in_part(&self) -> bool {
         let first = self.regions.first().map(|region| region.confirmed);
         self.regions.iter().any(|region| Some(region.confirmed) != first)
     }
 
-    /// Take the regions that no keeper has confirmed off the table.
+    /// Takes the unconfirmed regions off the table.
     pub fn take_unconfirmed(&mut self) -> Vec<Region> {
         self.regions.extract_if(.., |region| !region.confirmed).collect()
     }
 
-    /// The regions as the keeper gets them, and their files, each once: `all`, or those that a keeper has confirmed.
+    /// The regions, as the keeper gets them, and their files, each once. `all`: also unconfirmed ones.
     pub fn describe(&self, all: bool) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
         let mut numbers: HashMap<FileId, u16> = HashMap::new();
         let mut files = Vec::new();
@@ -169,18 +174,18 @@ impl Table {
         (regions().map(|region| region.ram.info(|id| numbers[&id])).collect(), files)
     }
 
-    /// Take a region off the table; `false` if none starts there.
+    /// Takes a region off the table; false if none starts there.
     pub fn remove(&mut self, hva: Hva) -> bool {
         self.take(hva).is_some()
     }
 
-    /// The same; returns the region.
+    /// Takes a region off the table, and returns it.
     pub fn take(&mut self, hva: Hva) -> Option<Region> {
         let at = self.regions.iter().position(|region| region.hva() == hva)?;
         Some(self.regions.remove(at))
     }
 
-    /// May this range be discarded: whole pages of one region, still mapped?
+    /// Whether this range may be discarded: whole pages of one region, still mapped.
     pub fn allows(&self, (hva, len): Range) -> bool {
         let Some(end) = hva.0.checked_add(len) else { return false };
         len > 0
@@ -191,7 +196,7 @@ impl Table {
             })
     }
 
-    /// The parts of this range that may be zapped, and the others. If the range is not whole pages, none may be.
+    /// The parts of this range that may be zapped, and the others. Of a range that is not whole pages, none may be.
     pub fn split(&self, range: Range) -> (Vec<Range>, Vec<Range>) {
         let (hva, len) = range;
         let whole = |page: u64| hva.0.is_multiple_of(page) && len.is_multiple_of(page);
@@ -214,7 +219,7 @@ impl Table {
         (parts, holes)
     }
 
-    /// The parts of `[hva, hva + len)` that are announced RAM, without its holes.
+    /// The parts of `[hva, hva + len)` that are announced RAM, without holes.
     pub fn overlap(&self, hva: Hva, len: u64) -> Vec<Range> {
         let end = hva.0.saturating_add(len);
         let mut parts = Vec::new();
@@ -247,9 +252,9 @@ impl Table {
         parts
     }
 
-    /// Note that these addresses are about to be unmapped or mapped over. Returns the regions that they cover wholly,
-    /// of which the keeper must be told, and parts of other regions: these are holes now, and are never zapped again.
-    /// If the call may fail and leave what is mapped, all of the regions that they cover wholly are such parts as well.
+    /// These addresses are about to be unmapped or mapped over. Returns the regions that they cover completely, which
+    /// the keeper must be told, and parts of other regions, which become holes and are never zapped again. If the call
+    /// may fail and leave the mapping, completely covered regions are returned as parts, too.
     pub fn unmapping(&mut self, hva: Hva, len: u64, may_fail: bool) -> (Vec<Hva>, Vec<Range>) {
         if len == 0 {
             return (Vec::new(), Vec::new());
@@ -285,13 +290,12 @@ impl Table {
         Bytes(files.map(|(fd, _)| memfd::resident(fd).map_or(0, |pages| pages.bytes().0)).sum())
     }
 
-    /// Bytes announced.
     pub fn total(&self) -> Bytes {
         Bytes(self.regions.iter().map(|region| region.ram.span.len.0).sum())
     }
 }
 
-/// Sort the holes and join neighbours, so that the list stays short.
+/// Sorts the holes and joins neighbours, to keep the list short.
 fn merge(holes: &mut Vec<(u64, u64)>) {
     holes.sort_unstable();
     holes.dedup_by(|next, kept| {
@@ -366,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_a_call_may_leave_mapped_is_not_zapped_while_all_of_it_comes_back() {
+    fn a_region_that_a_call_may_leave_mapped_is_not_zapped_while_its_pages_return() {
         let (map, mut table) = one_region();
         let all = (Hva(map.addr() as u64), LEN);
         assert_eq!(table.unmapping(all.0, LEN, true), (vec![all.0], vec![all]));
@@ -394,13 +398,15 @@ mod tests {
             let hva = Hva(map.addr() as u64 + skip);
             Region::checked(Ram::one(fd, hva, Bytes(LEN - skip), Bytes(offset)))
         };
-        assert!(one(copy(&fd), 0, 0).expect_err("another file").contains("MAP_SHARED"));
-        assert!(one(copy(&other), 4096, 0).expect_err("another offset").contains("MAP_SHARED"));
-        assert!(one(copy(&other), 0, 4096).expect_err("beyond the end").contains("which has 65536 bytes only"));
+        assert!(one(copy(&fd), 0, 0).expect_err("another file").to_string().contains("MAP_SHARED"));
+        assert!(one(copy(&other), 4096, 0).expect_err("another offset").to_string().contains("MAP_SHARED"));
+        assert!(
+            one(copy(&other), 0, 4096).expect_err("beyond the end").to_string().contains("which has 65536 bytes only")
+        );
         let plain = tempfile::tempfile_in(".").expect("a file on disk");
         plain.set_len(LEN).expect("grow");
         if !memfd::is_shmem(&plain).expect("statfs") {
-            assert!(one(plain.into(), 0, 0).expect_err("disk file").contains("not shared memory"));
+            assert!(one(plain.into(), 0, 0).expect_err("disk file").to_string().contains("not shared memory"));
         }
         one(other, 0, 0).expect("the real one");
     }
@@ -431,8 +437,9 @@ mod tests {
         assert!(table.allows((hva + page, 2 * page)), "across a border");
 
         let swapped = [list[1], list[0], list[2]];
-        assert!(Region::checked(ram(&swapped)).expect_err("another order").contains("MAP_SHARED"));
+        assert!(Region::checked(ram(&swapped)).expect_err("another order").to_string().contains("MAP_SHARED"));
         let twice = [list[0], (0, 9 * page, page), list[2]];
-        assert!(Region::checked(ram(&twice)).expect_err("twice").contains("overlap at offset 0x9000 of file 0"));
+        let refused = Region::checked(ram(&twice)).expect_err("twice").to_string();
+        assert!(refused.contains("overlap at offset 0x9000 of file 0"), "{refused}");
     }
 }

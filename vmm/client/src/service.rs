@@ -1,8 +1,8 @@
 //! The service thread, the only thread of a client: zaps on request, watches the keeper, reconnects.
 //!
-//! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops page-table entries for
-//! it.
-//! Threads: `ballast-client`, all signals blocked. It never touches guest RAM, so it can never wait for a fault itself.
+//! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops the PTEs.
+//! Threads: `ballast-client`, with all signals blocked. It never touches guest RAM, so it cannot wait for a userfault
+//! itself.
 //! Promise: no message makes it zap anything outside announced RAM, no wait is unbounded, and the death of a keeper or
 //! an engine is only a pause.
 
@@ -26,17 +26,16 @@ use crate::link::{Asked, Escrow, Phase};
 use crate::lock::lock;
 use crate::shared::{Shared, announce, cut};
 
-/// Refusals after which the VM is tried without RAM that no keeper has confirmed, too.
+/// Refusals after which the VM is also offered without its unconfirmed RAM.
 const REFUSALS: u32 = 3;
-/// Most messages taken from one socket before the others have their turn.
+/// Most messages from one socket before the others have their turn.
 const BURST: usize = 64;
 
-/// An attach message that waits for its reply.
 struct Pending {
     socket: Arc<OwnedFd>,
     pair: Arc<Pair>,
     until: Instant,
-    /// Regions that no keeper has confirmed are not in it.
+    /// It does not contain unconfirmed regions.
     in_part: bool,
 }
 
@@ -45,19 +44,18 @@ struct Service<'a> {
     shared: &'a Shared,
     pending: Option<Pending>,
     retry_at: Instant,
-    backoff: Duration,
-    /// The keeper's absence was announced.
+    /// The operator was told that the keeper is absent.
     told_gone: bool,
-    /// A refused resume, or an invalid reply, was announced.
+    /// The operator was told of a refused resume, or of an invalid reply.
     told_refused: bool,
     told_garbage: bool,
-    /// It was announced that this process has too few descriptors, or too little memory, to attach again.
+    /// The operator was told that descriptors or memory are short for another attach.
     told_short: bool,
-    /// It was announced that the keeper asks to wait.
+    /// The operator was told that the keeper asks to wait.
     told_later: bool,
-    /// Times that a keeper has refused the VM since it was attached.
+    /// Refusals by keepers since it was last attached.
     refusals: u32,
-    /// The next attach message is to be without the regions that no keeper has confirmed.
+    /// The next attach message will not contain unconfirmed regions.
     leaves_out: bool,
 }
 
@@ -65,19 +63,18 @@ fn system(what: &'static str) -> impl Fn(io::Error) -> AttachError {
     move |source| AttachError::System { what, source }
 }
 
-/// Has this process, or the host, too little of something for another try to attach?
+/// Whether this process, or the host, is short of a resource for another attach.
 fn is_short(error: &AttachError) -> bool {
     let (AttachError::Connect { source, .. } | AttachError::System { source, .. }) = error else { return false };
     matches!(Errno::from_io_error(source), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
-/// Run until the first attach has failed, after which the thread is not needed. Otherwise this never returns.
+/// Returns only if the first attach fails: the thread is then not needed.
 pub(crate) fn run(shared: &Shared) {
     let mut service = Service {
         shared,
         pending: None,
         retry_at: Instant::now(),
-        backoff: shared.timing.backoff_first,
         told_gone: false,
         told_refused: false,
         told_garbage: false,
@@ -92,7 +89,7 @@ pub(crate) fn run(shared: &Shared) {
 }
 
 impl Service<'_> {
-    /// Wait for one round of events and handle them.
+    /// Waits for one round of events and handles them.
     fn turn(&mut self) {
         let now = Instant::now();
         if self.shared.link.phase() == Phase::Down && self.pending.is_none() && now >= self.retry_at {
@@ -112,7 +109,7 @@ impl Service<'_> {
             Some(pending) => Some(pending.socket.clone()),
             None => self.shared.link.socket(),
         };
-        // If the first attach fails, nobody will serve a fault of this process: nothing is zapped before it succeeded.
+        // Before the first attach has succeeded nothing is zapped, because if it fails, nobody will serve a fault here.
         let pending = self.pending.as_ref().filter(|_| !self.shared.link.first());
         let controls: Vec<Arc<Pair>> = current.into_iter().chain(pending.map(|pending| pending.pair.clone())).collect();
         let mut fds: Vec<PollFd<'_>> = controls
@@ -136,7 +133,7 @@ impl Service<'_> {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
-        // First, so that a zap that came after it finds the regions confirmed.
+        // First, so that a later zap finds the regions confirmed.
         if let (Some(socket), Some(true)) = (socket, ready.get(controls.len())) {
             self.serve_keeper(&socket);
         }
@@ -145,7 +142,7 @@ impl Service<'_> {
         }
     }
 
-    /// Connect and send the attach message with all that is known now.
+    /// Connects, and sends the attach message with the current state.
     fn begin(&mut self) -> Result<Pending, AttachError> {
         let shared = self.shared;
         let path = &shared.socket;
@@ -153,8 +150,8 @@ impl Service<'_> {
         let connect = || -> io::Result<OwnedFd> {
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-            // Where hundreds of VMs start at once, the first attach waits for space in the keeper's queue. A later one
-            // does not wait but is tried again: this thread has an engine to serve.
+            // Where hundreds of VMs start at once, the first attach waits for space in the keeper's queue. A later
+            // attach does not wait but is repeated, because this thread must serve an engine.
             rustix::io::ioctl_fionbio(&socket, !is_first)?;
             set_socket_timeout(&socket, Timeout::Send, Some(shared.timing.handshake))?;
             rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -194,7 +191,7 @@ impl Service<'_> {
         Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until, in_part })
     }
 
-    /// Handle a failed attempt: report it if it was the first, otherwise try again later.
+    /// Handles a failed attempt: reports the first, and repeats others later.
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
             // The VM waits however long it takes: without Ballast it would read zeros where pages are still far.
@@ -202,12 +199,12 @@ impl Service<'_> {
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
-        // RAM that was plugged while no keeper ran may be the reason. A VM that has far pages needs a keeper more. But
-        // the reason may pass, and what is left out is not managed any more.
+        // RAM that was plugged without a keeper may be the reason. A VM with far pages needs a keeper more than it
+        // needs that RAM to be managed, but the reason may pass: so every other attempt leaves the RAM out.
         let is_refused = matches!(error, AttachError::Refused(_));
         self.refusals += u32::from(is_refused);
         self.leaves_out = is_refused && self.refusals >= REFUSALS && !self.leaves_out;
-        // An error that only a person can repair is retried slowly. A missing keeper is not of this kind.
+        // An error that needs a person is retried slowly. A missing keeper is not such an error.
         let slow = match &error {
             AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
             AttachError::Connect { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,
@@ -224,12 +221,12 @@ impl Service<'_> {
         if is_short(&error) {
             self.short(&chain(&error));
         }
-        self.backoff = (self.backoff * 2).min(self.shared.timing.backoff_last);
-        self.retry_at = Instant::now() + if slow { self.shared.timing.refused_pause } else { self.backoff };
+        let timing = self.shared.timing;
+        self.retry_at = Instant::now() + if slow { timing.refused_pause } else { timing.again };
         self.shared.link.down();
     }
 
-    /// Handle a message, or the end, on the attach socket.
+    /// Handles a message, or the end, on the attach socket.
     fn serve_keeper(&mut self, socket: &Arc<OwnedFd>) {
         let (received, is_whole) = match scm::receive_or_bytes(socket.as_fd()) {
             Ok(Some(received)) => received,
@@ -267,7 +264,7 @@ impl Service<'_> {
                     });
                 }
                 if !is_whole {
-                    // They are those that it has.
+                    // Those files that it has stay valid.
                     self.short(&chain(&system("receiving the VM's files again")(Errno::MFILE.into())));
                 }
                 if pending.in_part {
@@ -279,7 +276,7 @@ impl Service<'_> {
                 if self.told_gone || self.told_refused {
                     announce("attached to the keeper again");
                 }
-                (self.backoff, self.refusals) = (self.shared.timing.backoff_first, 0);
+                self.refusals = 0;
                 (self.told_gone, self.told_refused, self.told_garbage) = (false, false, false);
                 self.told_short &= !is_whole;
             }
@@ -292,12 +289,11 @@ impl Service<'_> {
         }
     }
 
-    /// The keeper has replied to a request.
     fn answered(&self, answer: Result<Asked, String>) {
         self.shared.link.answer(answer, |hva| lock(&self.shared.table).confirm(hva));
     }
 
-    /// The keeper took the VM without the regions that no keeper has confirmed. They have no far pages.
+    /// The keeper took the VM without its unconfirmed regions, which have no far pages.
     fn leave_out(&mut self) {
         for region in lock(&self.shared.table).take_unconfirmed() {
             let (hva, len) = (region.hva(), region.ram.span.len);
@@ -313,7 +309,7 @@ impl Service<'_> {
             self.told_gone = true;
             announce(&format!("the keeper is gone; reconnecting to {}", self.shared.socket.display()));
         }
-        self.retry_at = Instant::now() + self.backoff;
+        self.retry_at = Instant::now() + self.shared.timing.again;
         self.shared.link.down();
     }
 
@@ -338,7 +334,7 @@ impl Service<'_> {
         }
     }
 
-    /// Handle messages on a control socket. This process holds both ends, so it does not see when an engine is gone.
+    /// Handles messages on a control socket. This process has both ends, so it does not see the end of an engine.
     fn serve_engine(&mut self, pair: &Pair) {
         for _ in 0..BURST {
             let received = match scm::receive(&pair.ours) {
@@ -382,7 +378,7 @@ impl Service<'_> {
         }
     }
 
-    /// Was the reply to a message sent?
+    /// Handles whether a reply was sent.
     fn replied(&mut self, sent: io::Result<bool>) {
         match sent {
             Ok(true) => {}
@@ -403,11 +399,11 @@ impl Service<'_> {
     }
 }
 
-/// Drop the page-table entries of these ranges. Returns the parts that were left alone: those that are not announced
-/// RAM, and those that the kernel did not zap.
+/// Drops the PTEs of these ranges. Returns the parts that were left alone: those outside announced RAM, and those that
+/// the kernel did not zap.
 ///
 /// # Errors
-/// EINVAL: more ranges than an engine may send; nothing was done.
+/// EINVAL: more ranges than an engine may send; nothing was zapped.
 fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32> {
     if ranges.len() > MAX_RANGES {
         return Err(libc::EINVAL);
@@ -417,7 +413,7 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
     let mut table = lock(&shared.table);
     table.note_zapped(ranges);
     drop(gate);
-    // `left`: the parts of each range that must not be zapped. `ours`, `of`: each part to zap, and the number of its
+    // `left`: for each range, the parts that must not be zapped. `ours`, `of`: each part to zap, and the index of its
     // range.
     let (mut left, mut ours, mut of) = (Vec::new(), Vec::new(), Vec::new());
     for (number, range) in ranges.iter().enumerate() {
@@ -434,7 +430,7 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
     }
     let mut kept = Vec::new();
     for (number, (range, left)) in ranges.iter().zip(left).enumerate() {
-        // One entry for each later range has to fit; a range in too many pieces counts as left alone.
+        // Each later range needs space for one entry; a range in too many pieces counts as left alone.
         let room = MAX_RANGES - (ranges.len() - number - 1) - kept.len();
         if left.len() <= room { kept.extend(left) } else { kept.push(*range) }
     }

@@ -1,7 +1,8 @@
-//! State shared by VMM threads and the service thread, and the messages to the operator.
+//! State that VMM threads and the service thread share, and messages to the operator.
 //!
-//! Before: `builder` has made the userfaultfds. After: `client` and `service` use it as long as the process lives.
-//! Threads: any. Units: in the types. Promise: locks are taken in the order gate, link, table; `control` is apart.
+//! Before: `builder` has created the userfaultfds. After: `client` and `service` use it for the life of the process.
+//! Threads: any. Units: in the types.
+//! Promise: locks are taken in the order gate, link, table; `control` is apart.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -24,14 +25,12 @@ pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
     /// From the attach message, or new RAM, to its reply. If a part of that RAM is far, an engine must serve faults
-    /// first, possibly the one that replaces a hung engine.
+    /// first, possibly one that replaces a hung engine.
     pub handshake: Duration,
     /// From a request or a discard to its reply.
     pub answer: Duration,
-    /// Pause before the first reconnect; doubles up to the last.
-    pub backoff_first: Duration,
-    /// Longest pause between reconnects.
-    pub backoff_last: Duration,
+    /// Pause before each reconnect.
+    pub again: Duration,
     /// Pause after a refused resume.
     pub refused_pause: Duration,
 }
@@ -41,22 +40,19 @@ impl Default for Timing {
         Self {
             handshake: Duration::from_secs(30),
             answer: Duration::from_secs(5),
-            backoff_first: Duration::from_millis(10),
-            backoff_last: Duration::from_millis(200),
+            again: Duration::from_millis(50),
             refused_pause: Duration::from_secs(2),
         }
     }
 }
 
-/// State shared by VMM threads and the service thread. Locks are taken in the order gate, link, table; `control` is
-/// separate.
 pub(crate) struct Shared {
     pub socket: PathBuf,
     pub name: String,
     pub uuid: Option<Uuid>,
     pub limit: Option<u64>,
     pub vmm: String,
-    /// In the same order at each attach: a page belongs to one of them permanently.
+    /// In a fixed order: a page belongs to one of them permanently.
     pub uffds: Vec<Uffd>,
     pub features: u64,
     pub table: Mutex<Table>,
@@ -65,7 +61,7 @@ pub(crate) struct Shared {
     pub control: ControlSocket,
     pub fail_stop: Mutex<FailStop>,
     pub timing: Timing,
-    /// The VMM may have given its guest a port for an agent.
+    /// The port of the guest's agent, if it has one.
     pub agent_port: Option<AgentPort>,
 }
 
@@ -75,14 +71,14 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// Print a line for the operator on the VMM's standard error. It is lost if it cannot be written at once: a pipe that
-/// nobody reads must not stop a guest.
+/// Prints a line for the operator on the VMM's standard error. It is lost if it cannot be written at once: a pipe
+/// without a reader must not stop a guest.
 #[doc(hidden)]
 pub fn announce(text: &str) {
     log_line::put(std::io::stderr().as_fd(), &format!("ballast: {text}"));
 }
 
-/// The longest text that fits into a message, cut at a character border.
+/// The longest prefix that fits into a message, cut at a character boundary.
 pub(crate) fn cut(text: String) -> String {
     log_line::cut_at(text, 256)
 }

@@ -1,11 +1,12 @@
-//! A thread in a process that is not ours: it takes no signals and does not disturb the VMM.
+//! A thread in the VMM's process that does not disturb the VMM.
 //!
-//! Before: the client or the preload library has something to wait for. After: it waits on a thread of its own.
-//! Threads: the new one; hooks ignore its calls. Promise: it takes no signal that is meant for the VMM's threads.
+//! Before: the client or the preload library must wait for something. After: it waits on its own thread.
+//! Threads: the new one; hooks ignore its calls.
+//! Promise: it takes no signal meant for the VMM's threads.
 
 use crate::visit;
 
-/// Start a thread that runs `body`.
+/// Starts a thread that runs `body`.
 ///
 /// # Errors
 /// The kernel cannot start a thread.

@@ -1,7 +1,8 @@
-//! A VM that runs although it could not be managed: tells the keeper, so that operators know.
+//! Reports a VM that runs unmanaged to the keeper, so that operators know.
 //!
 //! Before: attaching failed, or guest RAM is private, and the operator allowed that. After: the keeper has an event.
-//! Threads: the caller's. Promise: it does not wait; there is no reply.
+//! Threads: the caller's.
+//! Promise: it does not wait; there is no reply.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,7 @@ use crate::builder::{DEFAULT_SOCKET, SOCKET_VARIABLE, own_name};
 use crate::shared::cut;
 use crate::visit;
 
-/// Tell the keeper that the VM of this name runs unmanaged, and why.
+/// Tells the keeper that the VM of this name runs unmanaged, and why.
 ///
 /// # Errors
 /// There is no keeper.

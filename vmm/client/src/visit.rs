@@ -1,5 +1,5 @@
-//! Tells whether this thread is inside the client. The preload library asks, so that the client's own calls (for
-//! example an allocator that maps memory) do not count as the VMM's.
+//! Whether this thread is inside the client. The preload library checks this, so that the client's own calls (for
+//! example by an allocator that maps memory) do not count as the VMM's.
 
 use std::cell::Cell;
 
@@ -7,7 +7,7 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// While this value lives, the thread is inside.
+/// The thread is inside the client while this value lives.
 #[derive(Debug)]
 pub struct Visit(());
 
@@ -17,18 +17,18 @@ impl Drop for Visit {
     }
 }
 
-/// Enter the client.
+/// Enters the client.
 pub fn enter() -> Visit {
     DEPTH.with(|depth| depth.set(depth.get() + 1));
     Visit(())
 }
 
-/// Enter the client and never leave: for the client's own thread.
+/// Enters the client for good, on the client's own thread.
 pub fn enter_permanently() {
     std::mem::forget(enter());
 }
 
-/// Is this thread inside?
+/// Whether this thread is inside the client.
 pub fn inside() -> bool {
     DEPTH.with(|depth| depth.get() > 0)
 }

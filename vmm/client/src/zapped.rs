@@ -1,51 +1,51 @@
-//! Which guest RAM this client was ever asked to zap: the rest of it is freed without asking an engine.
+//! Which guest RAM this client ever zapped: the rest of it is freed without a message to an engine.
 //!
-//! Before: this process made its VM. After: `Client::freeing` asks for what was zapped only.
-//! Threads: any; records are behind the table's lock. A zap is noted under [`ZapGate::zap`], and a VMM frees memory
-//! under [`ZapGate::free`], so none is noted between a look at the record and the end of the VMM's call.
-//! Units: bytes from the start of a region.
-//! Promise: a page is never freed unasked if its only copy, or a second one, may be in a store.
+//! Before: this process made its VM. After: `Client::freeing` asks an engine only about memory that was zapped.
+//! Threads: any; records are behind the table's lock. A zap is recorded under [`ZapGate::zap`], and a VMM frees memory
+//! under [`ZapGate::free`], so none is recorded between a look at the record and the end of the VMM's call. Units:
+//! bytes from the start of a region.
+//! Promise: no page is freed without a message if its only copy, or a second one, may be in a store.
 //!
 //! Why that is right: a copy is read only after each process of the VM has zapped the page, and its word leaves
 //! Resident, Quarantine and Evicting only after the copy was read. So a page of a unit that was never zapped here is in
-//! DRAM, and has no copy. If its zap is on the way, it waits until the VMM's call has ended, and the copy that is read
-//! then has zeros. A hole whose page is Resident reads as zeros, which is what a discard is to leave.
+//! DRAM, and has no copy. If its zap is in flight, that waits until the VMM's call has ended, and the copy that is then
+//! read has zeros. A hole whose page is Resident reads as zeros, as after a discard.
 //!
-//! An engine that is asked for page after page of a unit brings the others back, and says so (`Settled`): the unit is
-//! as if it had never been zapped, up to the next zap, which comes on the same socket after that.
+//! If an engine is asked about page after page of a unit, it restores the others and reports that (`Settled`): the unit
+//! counts as never zapped until the next zap, which comes later on that socket.
 //!
-//! What an engine must hear of has no record: RAM of a process that joined a VM (pages may be far already), RAM that
-//! was plugged (another process may have had it before), huge pages (a granule has many words), and memory on demand
-//! (the pool counts it). While no keeper is there, an engine may serve the VM's other processes without this one: then
-//! it asks, and if another was there first, the record ends.
+//! There is no record where an engine must know about each discard: RAM of a process that joined a VM (pages may be
+//! far), RAM that was plugged (another process may have had it before), huge pages (a granule has many words), and
+//! memory on demand (the pool counts it). Without a keeper, an engine may serve the VM's other processes without this
+//! one: then an engine is asked, and if another process was there first, the record ends.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, GIB};
 
-/// Bytes for which the record has one bit: the unit in which an engine watches memory.
+/// Bytes per bit of the record: the unit in which an engine watches memory.
 const UNIT: u64 = 2 * MIB;
-/// Most that is freed in one call while zaps wait: it takes some 50 ms if all of it is in memory.
+/// Most memory freed in one call while zaps wait: takes some 50 ms if all of it is in DRAM.
 pub const MOST: u64 = GIB;
 
-/// Keeps zaps and unasked punches apart.
+/// Excludes zaps while memory is freed without a message.
 #[derive(Debug, Default)]
 pub(crate) struct ZapGate(RwLock<()>);
 
 impl ZapGate {
-    /// A VMM may free memory unasked while this is held.
+    /// While this is held, a VMM may free memory without a message.
     pub fn free(&self) -> RwLockReadGuard<'_, ()> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no VMM thread frees memory unasked.
+    /// Waits until no VMM thread frees memory without a message.
     pub fn zap(&self) -> RwLockWriteGuard<'_, ()> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The VMM may free the memory while it holds this; it drops this after its call.
+/// The VMM frees the memory while it holds this, and then drops it.
 #[derive(Debug)]
 #[must_use = "a zap that came before the memory is free would find pages of it"]
 pub struct Freeing<'a>(#[expect(dead_code, reason = "held")] pub(crate) Option<RwLockReadGuard<'a, ()>>);
@@ -55,7 +55,7 @@ pub struct Freeing<'a>(#[expect(dead_code, reason = "held")] pub(crate) Option<R
 pub(crate) struct Record(Vec<u64>);
 
 impl Record {
-    /// Nothing of a region of this length.
+    /// An empty record for a region of this length.
     pub fn new(len: Bytes) -> Self {
         Self(vec![0; len.0.div_ceil(UNIT).div_ceil(64) as usize])
     }
@@ -67,14 +67,14 @@ impl Record {
         }
     }
 
-    /// These bytes are as if they had never been zapped.
+    /// These bytes count as never zapped.
     pub fn forget(&mut self, (from, to): (u64, u64)) {
         for unit in from.div_ceil(UNIT)..to / UNIT {
             self.0[(unit / 64) as usize] &= !(1 << (unit % 64));
         }
     }
 
-    /// Was a byte in a unit of these zapped?
+    /// Whether a unit with one of these bytes was zapped.
     pub fn has_any(&self, (from, to): (u64, u64)) -> bool {
         (from / UNIT..to.div_ceil(UNIT)).any(|unit| self.0[(unit / 64) as usize] & 1 << (unit % 64) != 0)
     }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_zap_is_noted_for_its_whole_units_and_for_no_other() {
+    fn a_zap_is_recorded_for_its_whole_units_and_for_no_other() {
         let mut record = Record::new(Bytes(200 * UNIT + 4096));
         assert!(!record.has_any((0, 200 * UNIT + 4096)));
         record.note((64 * UNIT - 4096, 64 * UNIT + 4096));

@@ -1,5 +1,5 @@
-//! Tests of the examples, compiled by the system's C compiler against the header and the shared library: the VMM is in
-//! another process than the engine that serves its faults.
+//! The examples, compiled by the system's C compiler against the header and the shared library: the VMM is in another
+//! process than the engine that serves its faults.
 
 mod double;
 
@@ -16,14 +16,14 @@ use ballast_sys::uffd::FillOutcome;
 use ballast_testkit::missing;
 use double::{Keeper, have_uffd};
 
-/// Compile the example; `None`, with a printed skip, without a C compiler.
+/// Compiles the example; `None`, with a printed skip, without a C compiler.
 fn compile(out: &Path, example: &str) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
     if missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    // The test program is in `deps`, where the build puts the shared library too.
+    // The test program is in `deps`, where the build also puts the shared library.
     let libraries = std::env::current_exe().expect("own path").parent().expect("a folder").to_owned();
     let program = out.join(example);
     let status = Command::new("cc")
@@ -69,7 +69,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
     let mut next = || lines.next().expect("a line").expect("text");
     assert_eq!(next(), "attached");
 
-    // Everything is zapped; this process maps the pages by CONTINUE while the child reads them.
+    // All of RAM is zapped; this process maps the pages by UFFDIO_CONTINUE while the child reads them.
     session.register_all();
     let (start, len) = session.whole(0);
     assert_eq!(session.zap(1, vec![(start, len)]), None);
@@ -100,7 +100,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
 }
 
 #[test]
-fn the_c_example_with_ram_in_pieces_says_which_and_keeps_its_bytes() {
+fn the_c_example_with_ram_in_pieces_describes_them_and_keeps_its_bytes() {
     if !have_uffd() {
         return;
     }

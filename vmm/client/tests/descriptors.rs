@@ -1,4 +1,4 @@
-//! A client whose process has no descriptor left. The limit is the process's, so this is the only test here.
+//! A client whose process has no descriptor left. The limit is per process, so this is the only test here.
 
 mod double;
 
@@ -13,7 +13,7 @@ use double::{Keeper, VM, have_uffd, hva, pages, unread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 #[test]
-fn a_client_without_room_for_the_files_that_a_next_keeper_sends_keeps_its_own_and_is_attached() {
+fn a_client_short_of_descriptors_keeps_its_own_files_and_attaches() {
     if !have_uffd() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Tests of what is freed without asking an engine, against a scripted keeper and engine.
+//! Memory that is freed without a message to an engine, against a scripted keeper and engine.
 
 mod double;
 
@@ -23,7 +23,7 @@ struct Stage {
     _map: Mapping,
 }
 
-/// A client with RAM of four units, all of it in memory. Is it the first process of its VM?
+/// A client with RAM of four units, all of it in DRAM. `is_first`: it is the first process of its VM.
 fn stage(is_first: bool) -> Option<Stage> {
     if !have_uffd() {
         return None;
@@ -65,13 +65,13 @@ impl Stage {
             freed.join().expect("thread");
             asked
         });
-        // A message that came last would be in the place of the reply.
+        // A message that came last would take the place of the reply.
         self.session.ping(1);
         assert!(asked.is_empty() || asked == [range], "{asked:?}");
         !asked.is_empty()
     }
 
-    /// Puts the keeper's next program in its place.
+    /// Replaces the keeper with its next program.
     fn another_keeper(self, is_first: bool) -> Self {
         let away = self.keeper.die();
         drop(self.session);
@@ -88,7 +88,7 @@ impl Stage {
 }
 
 #[test]
-fn what_was_never_zapped_is_freed_without_a_message_and_the_rest_is_not() {
+fn memory_that_was_never_zapped_is_freed_without_a_message_and_the_rest_is_not() {
     let Some(stage) = stage(true) else { return };
     assert!(!stage.asks(0, 0) && !stage.asks(1, 511));
     stage.zap(1);
@@ -100,7 +100,7 @@ fn what_was_never_zapped_is_freed_without_a_message_and_the_rest_is_not() {
 }
 
 #[test]
-fn a_unit_that_an_engine_has_brought_back_is_freed_unasked_until_it_is_zapped_again() {
+fn a_unit_that_an_engine_restored_is_freed_without_a_message_until_its_next_zap() {
     let Some(stage) = stage(true) else { return };
     let settled = |from: u64, len: u64| {
         stage.session.tell(&EngineToClient::Settled { range: (stage.base + from, len) });
@@ -136,7 +136,7 @@ fn a_process_that_joins_a_vm_asks_for_all_that_it_frees() {
 }
 
 #[test]
-fn what_was_zapped_is_known_after_the_keeper_died_and_forgotten_if_another_process_was_there_first() {
+fn records_survive_the_keeper_and_end_if_another_process_was_there_first() {
     let Some(stage) = stage(true) else { return };
     stage.zap(1);
     let stage = stage.another_keeper(true);
@@ -163,7 +163,7 @@ fn ram_that_was_plugged_is_asked_for() {
     });
 }
 
-/// Does the client's thread wait for a lock?
+/// Whether the client's thread waits for a lock.
 fn service_waits() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").expect("tasks").flatten().map(|task| task.path());
     let is_it = |path: &std::path::PathBuf| {
@@ -174,7 +174,7 @@ fn service_waits() -> bool {
 }
 
 #[test]
-fn a_zap_waits_until_the_vmm_has_freed_what_it_is_freeing() {
+fn a_zap_waits_until_the_vmm_has_freed_its_memory() {
     let Some(stage) = stage(true) else { return };
     let range = (stage.base, pages(2));
     let readable = || {

@@ -1,7 +1,7 @@
 //! The port of the guest's agent, as `ballast run --agent` or the operator names it.
 //!
-//! Before: `ballast run` has made a pair of sockets, of which QEMU's port has one end. After: the client gives the
-//! other end to each engine that asks. An operator who configures QEMU by hand names the path of a socket instead.
+//! Before: `ballast run` has made a pair of sockets, one of which is QEMU's port. After: the client gives the other one
+//! to each engine that asks. An operator who configures QEMU by hand names the path of a socket instead.
 //! Threads: any.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -16,20 +16,19 @@ use crate::{guest, shape};
 
 static PORT: Mutex<Option<AgentPort>> = Mutex::new(None);
 
-/// Take the port that the environment names.
+/// Takes the port in the environment.
 pub fn take_named() {
     if let Ok(value) = std::env::var(VARIABLE) {
         take(&value);
     }
 }
 
-/// Take the port that is named in this value of the environment: a path, or two descriptor numbers, our end and the
-/// VMM's.
+/// Takes the port in this value of the environment: a path, or two descriptor numbers, our end and the VMM's.
 fn take(value: &str) {
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let port = match numbers.as_deref() {
         Some([ours, theirs]) => {
-            // Programs that the VMM starts have neither.
+            // Programs that the VMM starts get neither.
             // SAFETY: changes a flag of a descriptor, or returns EBADF.
             let set = |fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
             // The program that started the VMM may have closed them, and opened other files.
@@ -42,9 +41,9 @@ fn take(value: &str) {
     *PORT.lock().unwrap_or_else(PoisonError::into_inner) = port;
 }
 
-/// Give the port to the client of this process, if there is one.
+/// Gives the port to the client of this process, if there is one.
 pub fn give_port(builder: Builder) -> Builder {
-    // A program that starts QEMU hands the port on; any other one that attaches is the VMM.
+    // A program that starts QEMU passes the port on; any other program that attaches is the VMM.
     if !shape::is_qemu_here() {
         take_named();
     }

@@ -1,10 +1,10 @@
 //! Messages of the library to the operator: lines on standard error.
 //!
-//! Threads: any. Promise: a VMM without a standard error, or whose standard error takes no more, is no worse off.
+//! Threads: any.
+//! Promise: no harm if the VMM has no standard error, or nobody reads it.
 
 use std::fmt::Display;
 
-/// Print this line.
 pub fn announce(text: impl Display) {
     ballast_client::announce(&text.to_string());
 }

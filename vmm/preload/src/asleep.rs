@@ -1,14 +1,15 @@
-//! A vCPU that is reset while it waits for a far page, so that it does not sleep for ever.
+//! Prevents an endless sleep of a vCPU that is reset while it waits for a far page.
 //!
-//! KVM lets a kernel thread bring the page that a vCPU of the guest's kernel touches, and puts the vCPU to sleep until
-//! then (an *asynchronous page fault*). At a reset QEMU writes 0 to `MSR_KVM_ASYNC_PF_EN`. KVM forgets those threads
-//! then, but not that the vCPU sleeps (Linux 6.12, and others): it stays at its first instruction, where no interrupt
-//! wakes it, and no further reset helps. Swap has the same effect, for a shorter time.
+//! KVM lets a kernel thread fault in the page that a vCPU of the guest's kernel touches, and meanwhile puts the vCPU to
+//! sleep (an *asynchronous page fault*). At a reset QEMU writes 0 to `MSR_KVM_ASYNC_PF_EN`. KVM then forgets those
+//! threads, but not that the vCPU sleeps (Linux 6.12, and others): it stays at its first instruction, where no
+//! interrupt wakes it, and no further reset helps. Swap has that effect, too, for a shorter time.
 //!
-//! Before: `hooks` sees the `ioctl`s of vCPUs. After: that write is made when the vCPU has run up to an exit, so the
-//! page wakes it. Until then it is in firmware, at privilege level 0, where KVM sends it no asynchronous page faults.
+//! Before: `hooks` sees the `ioctl`s of vCPUs. After: that write is made when the vCPU has run up to an exit, so that
+//! the page wakes it. Until then it is in firmware, at privilege level 0, where KVM sends it no asynchronous page
+//! faults.
 //! Threads: a vCPU's own, which makes all of its `ioctl`s.
-//! Promise: only the first vCPU's write is delayed. Others wait for INIT, which resets all of a vCPU.
+//! Promise: only the first vCPU's write is delayed. The others wait for INIT, which resets all of a vCPU.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_ulong, c_void};
@@ -35,7 +36,7 @@ thread_local! {
     static DELAYED: Cell<Option<(c_int, Msr)>> = const { Cell::new(None) };
 }
 
-/// Make this call, if it is one of those that matter here.
+/// Makes this call, if it is one of the two that matter here.
 ///
 /// # Safety
 /// As `ioctl`.
@@ -54,7 +55,7 @@ pub unsafe fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) -> Option<c_i
 unsafe fn run(fd: c_int, request: c_ulong, arg: *mut c_void, (of, msr): (c_int, Msr)) -> c_int {
     // SAFETY: the caller's promise.
     let answer = unsafe { next::ioctl(fd, request, arg) };
-    // A signal ends the call of a vCPU that sleeps; any other exit is one of its instructions.
+    // A signal ends the call of a vCPU that sleeps; any other exit is caused by its instructions.
     if answer == 0 && fd == of {
         DELAYED.set(None);
         // SAFETY: it is a vCPU, which has just run.
@@ -75,7 +76,7 @@ unsafe fn set(fd: c_int, request: c_ulong, arg: *mut c_void) -> Option<c_int> {
         std::slice::from_raw_parts(arg.cast::<u8>().add(8).cast::<Msr>(), count as usize)
     };
     let at = msrs.iter().position(|msr| msr.index == MSR_KVM_ASYNC_PF_EN)?;
-    // What is written now holds; nothing older may follow it.
+    // This value replaces a delayed one.
     DELAYED.set(None);
     if msrs[at].data & ENABLED != 0 || !is_first(fd) {
         // SAFETY: the caller's promise.
@@ -85,11 +86,11 @@ unsafe fn set(fd: c_int, request: c_ulong, arg: *mut c_void) -> Option<c_int> {
     let others = [&msrs[..at], &msrs[at + 1..]].concat();
     // SAFETY: the caller's promise.
     let answer = if others.is_empty() { 0 } else { unsafe { write(fd, &others) } };
-    // The kernel says how many it has set, from the first on.
+    // The kernel returns how many it has set, from the first on.
     Some(if answer >= at as c_int { answer + 1 } else { answer })
 }
 
-/// Write these MSRs of a vCPU. Returns how many were written, or -1.
+/// Writes these MSRs of a vCPU. Returns how many were written, or -1.
 ///
 /// # Safety
 /// `fd` is a vCPU.
@@ -100,10 +101,11 @@ unsafe fn write(fd: c_int, msrs: &[Msr]) -> c_int {
     unsafe { next::ioctl(fd, KVM_SET_MSRS, list.as_mut_ptr().cast()) }
 }
 
-/// Is it the vCPU that runs after a reset?
+/// Whether it is the vCPU that runs after a reset.
 fn is_first(fd: c_int) -> bool {
-    /// Offset of `apic_base` in `struct kvm_sregs`, in words, and its bit for this.
+    /// Offset of `apic_base` in `struct kvm_sregs`, in words.
     const APIC_BASE: usize = 34;
+    /// The bit of the bootstrap processor (BSP) in it.
     const FIRST: u64 = 1 << 8;
     let mut sregs = [0_u64; 39];
     // SAFETY: the kernel writes as many bytes as the request's number says, which is the size of the array.

@@ -1,9 +1,8 @@
 //! Decides what a call of the VMM means for guest RAM, and tells the client.
 //!
-//! Before: `hooks` sees a call. After: it goes through, or fails with an errno the VMM understands.
+//! Before: `hooks` sees a call. After: it goes through, or fails with an errno that the VMM understands.
 //! Threads: any VMM thread; calls of a thread inside the client are ignored.
-//! Promise: every function here returns in bounded time, except a discard that an engine has read (see
-//! `ballast_client`).
+//! Promise: each function returns in bounded time, except for a discard that an engine has read (see `ballast_client`).
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
@@ -18,12 +17,12 @@ use crate::announce::announce;
 use crate::mode::{MANAGED, MODE, OFF, WAITING, is_required, text};
 use crate::{agent, guest, identity, missed, pool, through};
 
-/// The process that attached. A child between `vfork` and `exec` shares this memory, and is another process.
+/// The process that attached. A child between `vfork` and `exec` shares this memory, but is another process.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLIENT: OnceLock<Client> = OnceLock::new();
-/// One thread attaches; others that map RAM meanwhile wait and then add theirs.
+/// One thread attaches; others that map RAM at that time wait, and then add theirs.
 static ATTACHING: Mutex<()> = Mutex::new(());
-/// A reason to pin that was given before there was RAM.
+/// The reason of a pin from before there was RAM.
 static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
 /// `mlockall(MCL_FUTURE)` was called: all memory that is mapped from now on is locked.
 pub static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
@@ -31,19 +30,19 @@ pub static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 const LOCKED: &str = "memory is locked (mlock)";
 pub const MAPPED_TWICE: &str = "the VMM maps the same RAM twice";
 
-/// A fork after attaching makes a child without guest RAM (QEMU marks it DONTFORK) and without the client's thread.
+/// A child forked after attaching has no guest RAM (QEMU marks it DONTFORK), and no thread of the client.
 pub extern "C" fn in_child() {
     if MODE.load(Ordering::Relaxed) == MANAGED {
         MODE.store(OFF, Ordering::Relaxed);
     }
 }
 
-/// Should hooks check the calls of this thread?
+/// Whether hooks check the calls of this thread.
 pub fn watching() -> bool {
     !visit::inside() && (MODE.load(Ordering::Acquire) == WAITING || is_attached())
 }
 
-/// Has this process attached? A child that was made by the system call itself (`in_child` is not called there) has not,
+/// Whether this process has attached. A child made by the plain system call (`in_child` is not called there) has not,
 /// though it sees what its parent stored.
 fn is_attached() -> bool {
     MODE.load(Ordering::Acquire) == MANAGED && OWNER.load(Ordering::Acquire) == std::process::id()
@@ -57,8 +56,8 @@ pub fn client() -> Option<&'static Client> {
     CLIENT.get()
 }
 
-/// The VMM has mapped what is RAM if its file is: attach with it or add it. `Err` is the errno for the VMM, which must
-/// not have the mapping.
+/// The VMM has mapped a file in a way that makes it RAM if it is shared memory: attaches with it or adds it. `Err` is
+/// the errno for the VMM, which must not keep the mapping.
 pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) -> Result<(), c_int> {
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
@@ -75,17 +74,17 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     manage(Ram::one(fd, hva, len, offset), flags, is_there)
 }
 
-/// The same for memory of the pool, which is mapped nowhere else.
+/// Like `new_ram`, for memory of the pool, which is mapped nowhere else.
 pub fn new_ram_of_pool(ram: Ram, flags: c_int) -> Result<(), c_int> {
     let _quiet = visit::enter();
     manage(ram, flags, |_| false)
 }
 
-/// The VMM may hold up its whole guest while it plugs RAM, so this does not wait for long. A keeper that is not ready
-/// for this RAM, or does not answer, may know of pages in it that are far: the VMM does not get it then.
+/// Does not wait for long, because the VMM may stop its whole guest while it plugs RAM. A keeper that is not ready for
+/// this RAM, or does not reply, may know of far pages in it: the VMM then does not get it.
 fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Result<(), c_int> {
     let (hva, len) = (ram.hva, Bytes(ram.extents.iter().map(|extent| extent.len.0).sum()));
-    // Of such memory the VMM would find out by SIGBUS that no page is free.
+    // With unmanaged on-demand memory, the VMM would get a SIGBUS when no page is free.
     let must_be_managed = ram.extents.iter().any(|extent| memfd::is_on_demand(&extent.fd).is_ok_and(|is| is));
     if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
         *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
@@ -100,7 +99,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         return if is_refused { Err(libc::ENOMEM) } else { Ok(()) };
     };
     if is_there(client) {
-        // Another thread has attached with it since `twice` looked.
+        // Another thread has attached with it since the check of `twice`.
         pin_or_die(client, MAPPED_TWICE);
         return Ok(());
     }
@@ -111,7 +110,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         Ok(()) => {}
         Err(error @ (RequestError::Later(_) | RequestError::NoAnswer)) => {
             announce(format_args!("RAM of {len} at {hva} cannot be plugged now: {error}"));
-            // A keeper that takes the region late reads this next.
+            // A keeper that reads the region late reads this next.
             if matches!(error, RequestError::NoAnswer)
                 && let Err(error) = client.remove_region(hva)
             {
@@ -129,7 +128,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
     Ok(())
 }
 
-/// Stop, if there is no guest yet: the guest cannot have its RAM.
+/// Ends a VMM whose guest has not started: the guest cannot have its RAM.
 pub fn stop_if_starting() {
     if MODE.load(Ordering::Acquire) == WAITING {
         announce("stopping before the guest starts");
@@ -170,7 +169,7 @@ fn attach(ram: Ram) {
     }
 }
 
-/// Nothing will be managed: stop, if that was asked for.
+/// Nothing will be managed: ends the VMM, if the operator asked for that.
 fn no_client(why: &str) {
     if is_required() {
         announce(format_args!("{why}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
@@ -192,13 +191,13 @@ fn pin_or_die(client: &Client, reason: &str) {
     }
 }
 
-/// The client to send a request to. If there is none yet, `note` stores the request where [`attach`] finds it.
+/// The client for a request. Without one, `note` stores the request for [`attach`].
 fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     if !watching() {
         return None;
     }
     let _visit = visit::enter();
-    // An attach on another thread either sees the note or is over.
+    // An attach on another thread either sees the note or is done.
     let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
     let client = CLIENT.get();
     if client.is_none() {
@@ -207,7 +206,7 @@ fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     client
 }
 
-/// Pin the VM before a call of the VMM. `Err` is the errno with which to refuse the call.
+/// Pins the VM before a call of the VMM. `Err` is the errno with which to refuse the call.
 pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
     if restore && pool::is_used() {
         announce(format_args!("{reason}: refused, because its RAM is the pool's, and not in the VMM's own file"));
@@ -231,9 +230,8 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
     Ok(())
 }
 
-/// Prepare for an `exec` of this process. If it is the VMM, it may hand its RAM on, as QEMU's `cpr-exec` does. So every
-/// page must be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages
-/// are far.
+/// Prepares for an `exec` of this process. A VMM may hand its RAM on, as QEMU's `cpr-exec` does, so each page must be
+/// in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages are far.
 pub fn executing() -> Result<(), c_int> {
     let Some(client) = client() else { return Ok(()) };
     if pool::is_used() {
@@ -247,14 +245,14 @@ pub fn executing() -> Result<(), c_int> {
     })
 }
 
-/// Report that the `exec` failed: the VMM continues, and its pin stays.
+/// The `exec` failed: the VMM continues, and its pin stays.
 pub fn executed_nothing() {
     if client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
     }
 }
 
-/// Prepare for a lock of memory: all of it (`None`) or a range.
+/// Prepares for a lock of memory: all of it (`None`) or a range.
 pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<(), c_int> {
     if future {
         LOCKS_ALL.store(true, Ordering::Relaxed);
@@ -267,10 +265,10 @@ pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<()
     }
 }
 
-/// Held while the VMM frees a piece of guest RAM, if this process has attached.
+/// Held while the VMM frees a piece of guest RAM.
 pub type Held = Option<Freeing<'static>>;
 
-/// Prepare for a call that frees or fills a piece of a file: if that is guest RAM, the engine must be told first. The
+/// Prepares for a call that frees or fills a piece of a file: if that is guest RAM, the engine must be told first. The
 /// caller holds the result during the call.
 pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<Held, c_int> {
     let Some(client) = client() else { return Ok(None) };
@@ -292,7 +290,7 @@ pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<Held, c
     freeing(client, &ranges)
 }
 
-/// Prepare for a call that frees a piece of the address space (`MADV_REMOVE`). The caller holds the result during the
+/// Prepares for a call that frees a piece of the address space (`MADV_REMOVE`). The caller holds the result during the
 /// call.
 pub fn removing(addr: *mut c_void, len: usize) -> Result<Held, c_int> {
     let Some(client) = client() else { return Ok(None) };
@@ -300,13 +298,13 @@ pub fn removing(addr: *mut c_void, len: usize) -> Result<Held, c_int> {
     freeing(client, &ranges)
 }
 
-/// Tell the engine that the VMM is about to free these ranges.
+/// Tells the engine that the VMM is about to free these ranges.
 pub fn discarding(ranges: &[Range]) -> Result<(), c_int> {
     client().map_or(Ok(()), |client| client.discard(ranges).map_err(refused))
 }
 
 fn freeing(client: &'static Client, ranges: &[Range]) -> Result<Held, c_int> {
-    // The pool counts what a VM gives back.
+    // The pool counts the memory that a VM frees.
     if pool::is_used() {
         return client.discard(ranges).map(|()| None).map_err(refused);
     }
@@ -322,15 +320,15 @@ fn refused(error: DiscardError) -> c_int {
     }
 }
 
-/// Tell the client and the pool that these addresses are about to be unmapped. A call that the kernel refuses for its
-/// arguments unmaps nothing.
+/// Tells the client and the pool that these addresses are about to be unmapped. A call that the kernel would refuse for
+/// its arguments unmaps nothing.
 pub fn unmapping(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(PAGE_SIZE) {
         leave(addr, len, Client::unmapping);
     }
 }
 
-/// The same before something else is mapped there, which may fail and leave what is there.
+/// Like `unmapping`, before a call that maps something else there, or fails and leaves the mapping.
 pub fn mapping_over(addr: *mut c_void, len: usize) {
     leave(addr, len, Client::mapping_over);
 }
@@ -344,15 +342,15 @@ fn leave(addr: *mut c_void, len: usize, how: impl FnOnce(&Client, Hva, u64) -> R
     }
 }
 
-/// Is a piece of guest RAM in this address range?
+/// Whether a piece of guest RAM is in this address range.
 pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
 }
 
-/// The `ioctl` that lets a vCPU run.
+/// The `ioctl` that runs a vCPU.
 pub const KVM_RUN: libc::c_ulong = 0xAE80;
 
-/// Does this `ioctl` let a vCPU run, and has nothing been attached yet?
+/// Whether this `ioctl` runs a vCPU before anything was attached.
 pub fn runs_a_vcpu(request: libc::c_ulong) -> bool {
     request & 0xFFFF_FFFF == KVM_RUN && MODE.load(Ordering::Relaxed) == WAITING
 }
@@ -365,7 +363,7 @@ pub fn starting() {
     }
 }
 
-/// Is this descriptor a file of guest RAM, or a stand-in for one?
+/// Whether this descriptor is a file of guest RAM, or a stand-in for one.
 pub fn is_ram_file(fd: c_int) -> bool {
     let Some(client) = client().filter(|_| fd >= 0) else { return false };
     let quiet = visit::enter();
@@ -375,7 +373,7 @@ pub fn is_ram_file(fd: c_int) -> bool {
     pool::has(file) || !client.of_file(file, 0, u64::MAX).is_empty()
 }
 
-/// Does this message carry the file of guest RAM to another process?
+/// Whether this message sends a file of guest RAM to another process.
 ///
 /// # Safety
 /// `message` is a valid `msghdr` for `sendmsg`, or null.
@@ -385,7 +383,7 @@ pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
     unsafe { carries(message, |file| !client.of_file(file, 0, u64::MAX).is_empty()) }
 }
 
-/// Refuse a message that would give another process a stand-in, which has no pages, as guest RAM. `Err` is the errno.
+/// Refuses a message that would give another process a stand-in, which has no pages, as guest RAM. `Err` is the errno.
 ///
 /// # Safety
 /// As [`carries_ram`].
@@ -398,12 +396,12 @@ pub unsafe fn keep_stand_ins(message: *const libc::msghdr) -> Result<(), c_int> 
     Err(libc::EOPNOTSUPP)
 }
 
-/// Does this message carry a file for which `is` returns true?
+/// Whether this message sends a file for which `is` returns true.
 ///
 /// # Safety
 /// As [`carries_ram`].
 unsafe fn carries(message: *const libc::msghdr, is: impl Fn(FileId) -> bool) -> bool {
-    /// Most descriptors that a message of the kernel carries (`SCM_MAX_FD`); a longer list is not read.
+    /// Most descriptors in a message (the kernel's `SCM_MAX_FD`); a longer list is not read.
     const MOST: usize = 253;
     // SAFETY: the caller's promise.
     let Some(header) = (unsafe { message.as_ref() }) else { return false };

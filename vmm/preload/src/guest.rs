@@ -1,11 +1,11 @@
 //! Guest-physical addresses: read from QEMU's monitor, and sent to the keeper.
 //!
-//! Before: `ballast run` has given QEMU a monitor of its own; this library has attached, before QEMU has assigned
-//! guest-physical addresses. After: each region has its ranges, or none if QEMU shows it nowhere.
+//! Before: `ballast run` has given QEMU a monitor for this library, which has attached before QEMU assigned
+//! guest-physical addresses. After: each region has its ranges, or none if the guest does not see it.
 //! Threads: one of its own, `ballast-guest`. Units: bytes.
 //! Promise: the ranges are those of QEMU's last reply. QEMU is asked after the machine was made, after each plug of
-//! memory, and at growing intervals while some memory has no ranges. It is asked each minute at least how much RAM the
-//! guest has, and the keeper hears how much of it is not managed. Without a monitor nothing is sent.
+//! memory, and at growing intervals while some memory has no ranges. It is asked at least each minute for the size of
+//! the guest's RAM, and the keeper learns how much of it is not managed. Without a monitor nothing is sent.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -24,22 +24,22 @@ use crate::monitor::Monitor;
 
 /// The environment variable with two descriptor numbers: our end and QEMU's.
 pub const VARIABLE: &str = "BALLAST_MONITOR";
-/// First pause between two questions while some memory has no ranges: a DIMM's backend is made before the DIMM.
+/// First pause between two requests while some memory has no ranges: the backend of a DIMM is made before the DIMM.
 const FIRST: Duration = Duration::from_millis(100);
-/// Longest pause between two questions: a reply costs QEMU a millisecond.
+/// Longest pause between two requests: a reply costs QEMU a millisecond.
 const LAST: Duration = Duration::from_secs(60);
 
 static HAS_MONITOR: AtomicBool = AtomicBool::new(false);
 static MONITOR: Mutex<Option<UnixStream>> = Mutex::new(None);
-/// The socket to notify the thread when RAM was added.
+/// The socket that tells the thread of added RAM.
 static NEWS: OnceLock<UnixStream> = OnceLock::new();
 
-/// Take the monitor that is named in the environment.
+/// Takes the monitor in the environment.
 pub fn take_named() {
     let Ok(value) = std::env::var(VARIABLE) else { return };
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let Some([ours, theirs]) = numbers.as_deref() else { return };
-    // Programs that QEMU starts have neither.
+    // Programs that QEMU starts get neither.
     // SAFETY: changes a flag of a descriptor, or returns EBADF.
     let set = |fd| is_socket(fd) && unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
     if set(*ours) && set(*theirs) {
@@ -62,17 +62,17 @@ pub fn is_socket(fd: RawFd) -> bool {
     unsafe { libc::fstat(fd, &raw mut stat) == 0 && stat.st_mode & libc::S_IFMT == libc::S_IFSOCK }
 }
 
-/// Did `ballast run` give QEMU a monitor for this library?
+/// Whether `ballast run` gave QEMU a monitor for this library.
 pub fn has_monitor() -> bool {
     HAS_MONITOR.load(Ordering::Relaxed)
 }
 
-/// Close the monitor, because this process is not managed.
+/// Closes the monitor, because this process is not managed.
 pub fn drop_monitor() {
     drop(MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take());
 }
 
-/// Start the thread that learns the guest-physical addresses, because this process is attached.
+/// Starts the thread that reads the guest-physical addresses, because this process is attached.
 pub fn learn(client: &Client) {
     let Some(stream) = MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
     let started = UnixStream::pair().and_then(|(news, heard)| {
@@ -81,7 +81,7 @@ pub fn learn(client: &Client) {
         let _ = NEWS.set(news);
         let client = client.clone();
         thread::spawn("ballast-guest", move || match run(stream, &heard, &client) {
-            // QEMU ends.
+            // The end of QEMU.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
             Err(error) => announce(format_args!("guest-physical addresses are not known any more: {error}")),
             Ok(()) => {}
@@ -92,10 +92,10 @@ pub fn learn(client: &Client) {
     }
 }
 
-/// Notify the thread that RAM was added.
+/// Tells the thread that RAM was added.
 pub fn changed() {
     if let Some(mut news) = NEWS.get() {
-        // If it is full, a notification is in it already.
+        // If it is full, the thread has a notification to read.
         let _ = io::Write::write(&mut news, &[1]);
     }
 }
@@ -118,7 +118,7 @@ fn run(stream: UnixStream, heard: &UnixStream, client: &Client) -> io::Result<()
     }
 }
 
-/// Tell operator and keeper how much of the guest's RAM is not managed, if that has changed. Returns how much it is.
+/// Tells operator and keeper how much of the guest's RAM is not managed, if that has changed. Returns the amount.
 fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u64, is_first: bool) -> io::Result<u64> {
     let regions = client.regions();
     let regions: Vec<_> = regions.iter().map(|(hva, len)| (hva.0, *len, shown.contains(hva))).collect();
@@ -128,7 +128,7 @@ fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u
     }
     if unmanaged > 0 {
         announce(format_args!("{} of the guest's RAM is not managed: it is no shared memory file", Bytes(unmanaged)));
-        // A backend that QEMU does not show yet may be what seems to be missing.
+        // RAM of a backend that QEMU does not show yet may only seem to be missing.
         let all: Vec<_> = regions.iter().map(|(start, len, _)| (*start, *len, true)).collect();
         if is_first && is_required() && monitor.unmanaged(&all)? > 0 {
             announce("stopping the VM, as BALLAST_REQUIRE=1 asks");
@@ -143,7 +143,7 @@ fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u
     }
 }
 
-/// Wait until RAM is added, or for this long. Returns whether it was.
+/// Waits until RAM is added, or for this long. Returns whether it was added.
 fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Duration) -> io::Result<bool> {
     loop {
         let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -171,8 +171,8 @@ fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Duration) -> io::Resul
     }
 }
 
-/// Ask QEMU, and tell the keeper. Returns whether the keeper has the ranges of all regions, and the regions that QEMU
-/// shows to the guest.
+/// Asks QEMU, and tells the keeper. Returns whether the keeper has the ranges of all regions, and the regions that the
+/// guest sees.
 fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> {
     let regions = client.regions();
     let mut seen: Vec<Vec<GuestRange>> = vec![Vec::new(); regions.len()];
@@ -180,7 +180,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> 
         let Some(hva) = monitor.host_address(address)? else { continue };
         let inside = |(start, size): &(Hva, u64)| start.0 <= hva && hva.saturating_add(len) <= start.0 + size;
         let Some(number) = regions.iter().position(inside) else { continue };
-        // A range of something else than the guest's memory may begin at the same address.
+        // A range of something else than the guest's memory may begin at that address, too.
         if monitor.host_address(address + (len - 1))? != Some(hva + (len - 1)) {
             continue;
         }
@@ -205,7 +205,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> 
         match client.set_guest_ranges(*hva, ranges) {
             Ok(()) => {}
             Err(RequestError::Refused(why)) => return Err(io::Error::other(why)),
-            // It was unmapped meanwhile; or there is no keeper now.
+            // It was unmapped since; or there is no keeper now.
             Err(RequestError::Invalid(_) | RequestError::NoAnswer | RequestError::Later(_)) => all = false,
         }
     }

@@ -1,8 +1,9 @@
-//! The exported symbols. Each asks `decide`, then calls the next function of the same name.
+//! The exported symbols. Each asks `decide`, then calls the next function of that name.
 //!
-//! Threads: any VMM thread. Promise: errno after a call that goes through is the one that the call left. A panic in our
-//! part is announced once, and the call goes through as without this library, except that RAM of the pool is refused.
-//! RAM for which the keeper is not ready is mapped nowhere when the call has failed.
+//! Threads: any VMM thread.
+//! Promise: after a call that goes through, errno is as that call left it. A panic in our part is announced once, and
+//! the call goes through as without this library, except that RAM of the pool is refused. If a call fails because the
+//! keeper is not ready for RAM, that RAM is mapped nowhere.
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,7 +23,7 @@ use crate::pool;
 use crate::shape;
 use crate::twice;
 
-/// Run our part of a call. It leaves errno as it was.
+/// Runs our part of a call, and keeps errno.
 pub fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     let errno = unsafe { libc::__errno_location() };
@@ -38,7 +39,7 @@ pub fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     answer
 }
 
-/// Set errno and return `answer`, to refuse a call.
+/// Sets errno and returns `answer`, to refuse a call.
 pub fn refuse<T>(errno: c_int, answer: T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     unsafe { *libc::__errno_location() = errno };
@@ -67,7 +68,7 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     };
     let may_be_ram = is_new && shape::looks_like_ram(len, prot, flags, fd);
     if may_be_ram {
-        // If there is a bug, the VMM must not map the stand-in of RAM.
+        // After a bug, the VMM must not map the stand-in for RAM.
         let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
         let locked = if decide::LOCKS_ALL.load(Ordering::Relaxed) { libc::MAP_LOCKED } else { 0 };
         // SAFETY: the caller's promise.
@@ -112,8 +113,8 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     mapped
 }
 
-/// Undo the mapping of RAM that the VMM is not to have. What it has mapped over is gone: a reservation, as a rule, so
-/// it gets that again.
+/// Undoes the mapping of RAM that the VMM must not have. What was mapped there before is lost; it usually was a
+/// reservation, so a new reservation replaces it.
 ///
 /// # Safety
 /// The caller made the mapping just now, with these flags, and no other code knows of it.
@@ -132,7 +133,7 @@ unsafe fn take_back(addr: *mut c_void, len: size_t, flags: c_int) {
     }
 }
 
-/// Reserve `len` bytes of address space that begin at a multiple of 2 MiB.
+/// Reserves `len` bytes of address space at a multiple of 2 MiB.
 ///
 /// # Safety
 /// `flags` asks for a private anonymous mapping anywhere.
@@ -194,7 +195,7 @@ pub unsafe extern "C" fn mremap(
     flags: c_int,
     new: *mut c_void,
 ) -> *mut c_void {
-    // With a length of 0 it maps the same memory a second time.
+    // With a length of 0 it maps the memory a second time.
     let refused = quietly(false, || decide::touches_ram(old, old_len.max(1)));
     if refused {
         announce("refusing to move guest RAM with mremap");

@@ -1,8 +1,9 @@
-//! Name and UUID of the VM: the environment's, else those of the VMM's own command line.
+//! Name and UUID of the VM: from the environment, else from the VMM's command line.
 //!
 //! Before: the VMM was started, by `ballast run` or with `LD_PRELOAD` alone. After: its client attaches under the name
-//! that its operator uses. Threads: any. Promise: text that is not UTF-8 is no name, because two such names could
-//! become one.
+//! that its operator uses.
+//! Threads: any.
+//! Promise: text that is not UTF-8 is no name, because two such names could become one.
 //!
 //! Read are QEMU's `-name X`, `-name guest=X,...`, `-uuid U`, and `-smbios type=1,...,uuid=U`, with one or two dashes.
 //! The last one holds, as in QEMU.
@@ -13,17 +14,16 @@ use ballast_base::wire::{check_name, shown_name};
 use crate::mode::text;
 use crate::shape;
 
-/// The VM's name, if there is one.
 pub fn name() -> Option<String> {
     text("BALLAST_VM_NAME").or_else(|| own().0)
 }
 
-/// The VM's UUID, if there is one. One that cannot be read is none: QEMU refuses it, too.
+/// The VM's UUID, if it has a valid one: QEMU refuses others, too.
 pub fn uuid() -> Option<Uuid> {
     text("BALLAST_VM_UUID").map_or_else(|| own().1, |uuid| uuid.parse().ok())
 }
 
-/// Those of the command line. Another VMM's options may mean something else.
+/// Name and UUID of the command line. Another VMM's options may mean something else.
 fn own() -> (Option<String>, Option<Uuid>) {
     if !shape::is_qemu_here() {
         return (None, None);
@@ -31,7 +31,7 @@ fn own() -> (Option<String>, Option<Uuid>) {
     of(&std::fs::read("/proc/self/cmdline").unwrap_or_default())
 }
 
-/// Those of a command line whose words each end with a zero.
+/// Name and UUID of a command line whose words each end with a zero.
 fn of(line: &[u8]) -> (Option<String>, Option<Uuid>) {
     let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
     let (mut name, mut uuid) = (None, None);
@@ -49,19 +49,19 @@ fn of(line: &[u8]) -> (Option<String>, Option<Uuid>) {
     (name.filter(|name| check_name(&shown_name(name)).is_ok()), uuid)
 }
 
-/// The items of an option's value. A comma inside one is written twice.
+/// The items of an option's value. A comma inside an item is written twice.
 fn items(value: &str) -> impl Iterator<Item = String> {
     const COMMA: &str = "\u{0}";
     let items: Vec<String> = value.replace(",,", COMMA).split(',').map(|item| item.replace(COMMA, ",")).collect();
     items.into_iter()
 }
 
-/// The value of this key.
+/// The last value of this key.
 fn item(value: &str, key: &str) -> Option<String> {
     items(value).filter_map(|item| Some(item.strip_prefix(key)?.strip_prefix('=')?.to_owned())).last()
 }
 
-/// The first item, which needs no key.
+/// The first item, if it has no key.
 fn first(value: &str) -> Option<String> {
     items(value).next().filter(|item| !item.contains('='))
 }
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_what_its_operator_calls_it() {
+    fn a_vm_has_the_name_that_its_operator_uses() {
         let long = "n".repeat(255);
         for name in ["db", "веб-1", "web:1", "a b", "..", "café", "cafe\u{301}", &long] {
             let whole = ["qemu", "-name", &format!("guest={name},debug-threads=on"), "-m", "1G"].map(str::to_owned);

@@ -1,7 +1,8 @@
 //! QEMU's main loop: its first wait for events shows that the machine is made, and that its guest may run.
 //!
-//! Before: all RAM is mapped. After: a VM without managed RAM has stopped, or it was said that it runs unmanaged.
-//! Threads: QEMU's main one. Promise: on any other thread, and once nothing is to be said, a call costs some loads.
+//! Before: all RAM is mapped. After: a VM without managed RAM has stopped, or was reported to run unmanaged.
+//! Threads: QEMU's main one.
+//! Promise: on any other thread, and once nothing is left to report, a call costs some loads.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,10 +15,10 @@ use crate::hooks::quietly;
 use crate::missed::{PRIVATE, SEEN};
 use crate::{decide, mode, next};
 
-/// The part of the private memory that the keeper knows.
+/// The amount of private memory that was reported to the keeper.
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
-/// QEMU's main thread waits for events: the machine is made, and its guest may run. Under TCG no call begins a vCPU.
+/// QEMU's main thread waits for events: the machine is made, and its guest may run. Under TCG no call starts a vCPU.
 fn waits() {
     let may_start = SEEN.load(Ordering::Relaxed) && mode::is_waiting();
     if !may_start && PRIVATE.load(Ordering::Relaxed) == TOLD.load(Ordering::Relaxed) {
@@ -33,7 +34,7 @@ fn waits() {
     }
 }
 
-/// Tell operator and keeper of private memory that may be RAM.
+/// Tells operator and keeper of private memory that may be RAM.
 fn tell_private() {
     let Some(client) = decide::client() else { return };
     let len = PRIVATE.load(Ordering::Relaxed);

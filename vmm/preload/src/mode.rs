@@ -1,30 +1,30 @@
 //! Whether this process is managed, and what the environment asks for.
 //!
-//! Before: nothing. After: every file of the library may ask. Threads: any. Promise: none waits.
+//! Threads: any.
+//! Promise: no function waits.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// No RAM seen yet.
+/// No RAM was found yet.
 pub const WAITING: u8 = 0;
 /// Attached.
 pub const MANAGED: u8 = 1;
-/// Not managed, and never will be: attaching failed, or this is a forked child.
+/// Not managed, for good: attaching failed, or this is a forked child.
 pub const OFF: u8 = 2;
 
-/// One of these.
+/// One of the above.
 pub static MODE: AtomicU8 = AtomicU8::new(WAITING);
 
-/// Has no RAM been found yet?
 pub fn is_waiting() -> bool {
     MODE.load(Ordering::Relaxed) == WAITING
 }
 
-/// Must a VM be managed, or not start?
+/// Whether a VM must be managed, or else must not start.
 pub fn is_required() -> bool {
     text("BALLAST_REQUIRE").is_some_and(|value| value != "0")
 }
 
-/// A variable of the environment, if it is not empty.
+/// A variable of the environment, unless it is empty.
 pub fn text(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }

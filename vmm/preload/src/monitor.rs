@@ -1,13 +1,14 @@
 //! QEMU's monitor: translates guest-physical addresses to addresses of QEMU's process.
 //!
-//! Before: `ballast run` has given QEMU a monitor of its own, whose other end is here. After: `guest` has ranges of
-//! guest-physical addresses, and their addresses in QEMU. Threads: the one of `guest`.
-//! Promise: any input from QEMU is a result or an error. Events, which come at any time, are skipped.
+//! Before: `ballast run` has given QEMU a monitor, whose other end is here. After: `guest` has ranges of guest-physical
+//! addresses, and their addresses in QEMU.
+//! Threads: the one of `guest`.
+//! Promise: any input from QEMU is a result or an error. Events, which may come at any time, are skipped.
 //!
 //! QMP has no command for this. `info mtree` lists the memory regions of the machine, and `gpa2hva` translates a
 //! guest-physical address: both are commands of the human monitor, which QMP carries as text. `info mtree -f`, which
-//! lists the view of the CPUs, is not used: in QEMU 7.2 it keeps references, so that memory which it has shown is never
-//! unmapped after an unplug.
+//! lists the view of the CPUs, is not used: in QEMU 7.2 it leaks references, so that memory which it has listed is
+//! never unmapped after an unplug.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -24,7 +25,8 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Greet the monitor at the other end of this socket. Waits until QEMU replies, when the machine is made.
+    /// Greets the monitor at the other end of this socket. Waits for QEMU's reply, which comes when the machine is
+    /// made.
     ///
     /// # Errors
     /// QEMU is gone, or the other end is no monitor.
@@ -36,12 +38,12 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// The socket, to be polled: between questions it has only events, or the end.
+    /// The socket, to be polled: between requests it has only events, or the end.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
-    /// Read and drop the events that have come.
+    /// Reads and drops the events that have come.
     ///
     /// # Errors
     /// QEMU is gone.
@@ -53,7 +55,7 @@ impl Monitor {
         Ok(())
     }
 
-    /// Ranges that may be guest-physical addresses of memory, ascending, the longest first: start and length.
+    /// Ranges that may be guest-physical addresses of memory, as start and length, ascending, the longest first.
     /// [`Monitor::host_address`] of both ends shows whether they are.
     ///
     /// # Errors
@@ -70,7 +72,7 @@ impl Monitor {
         Ok(address_in(&self.human(&format!("gpa2hva {address:#x}"))?))
     }
 
-    /// The RAM of the machine without memory that is plugged, in bytes.
+    /// The RAM of the machine without plugged memory, in bytes.
     ///
     /// # Errors
     /// QEMU is gone, or refuses.
@@ -78,7 +80,7 @@ impl Monitor {
         Ok(base_in(&self.human("info memory_size_summary")?).unwrap_or(0))
     }
 
-    /// What is plugged into the machine's memory.
+    /// The memory devices of the machine.
     ///
     /// # Errors
     /// QEMU is gone, or refuses.
@@ -104,8 +106,8 @@ impl Monitor {
         Ok(missing + self.base_memory()?.saturating_sub(managed))
     }
 
-    /// The region with the memory of this device. Of a virtio-mem with dynamic memory slots QEMU shows only those that
-    /// have memory for the guest.
+    /// The region with the memory of this device. Of a virtio-mem with dynamic memory slots, QEMU shows only slots with
+    /// memory for the guest.
     fn region_of(&mut self, device: &Device, regions: &[(u64, u64, bool)]) -> io::Result<Option<usize>> {
         let at = |hva: u64| regions.iter().position(|(start, len, _)| *start <= hva && hva < start + len);
         if let Some(hva) = self.host_address(device.address)? {
@@ -130,7 +132,7 @@ impl Monitor {
         text.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's monitor says {answer:?}")))
     }
 
-    /// The next line that is no event and begins so.
+    /// The next line that is no event, if it begins like this.
     fn answer(&mut self, begins: &str) -> io::Result<String> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
@@ -211,14 +213,14 @@ pub fn base_in(text: &str) -> Option<u64> {
     text.lines().find_map(|line| line.trim().strip_prefix("base memory: "))?.trim().parse().ok()
 }
 
-/// What is plugged into the machine's memory.
+/// A memory device of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
     /// Its guest-physical address.
     pub address: u64,
-    /// Its guest-physical addresses, in bytes.
+    /// Length of its range of guest-physical addresses.
     pub len: u64,
-    /// The guest's RAM in it, in bytes: none in an NVDIMM and a virtio-pmem, which have an image.
+    /// The guest's RAM in it, in bytes: 0 in an NVDIMM and a virtio-pmem, which have an image.
     pub ram: u64,
 }
 

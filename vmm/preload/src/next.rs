@@ -1,7 +1,7 @@
-//! The functions behind our hooks: `dlsym(RTLD_NEXT)` finds each once. Where it cannot, the plain system call is used.
+//! The functions behind our hooks, found once by `dlsym(RTLD_NEXT)`; if not found, the plain system call is used.
 //!
 //! Promise: each can be called at any time, even before constructors ran and from inside an allocator that `dlsym`
-//! itself uses.
+//! uses.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -11,7 +11,7 @@ thread_local! {
     static LOOKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// One function further down the chain.
+/// A function further down the chain.
 pub struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
@@ -22,7 +22,7 @@ impl Next {
         Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
-    /// Its address. `None` when there is none, or when this thread is inside `dlsym` right now.
+    /// Its address. `None` if there is none, or if this thread is inside `dlsym`.
     pub fn get(&self) -> Option<*mut c_void> {
         let known = self.found.load(Ordering::Relaxed);
         if !known.is_null() {
@@ -52,7 +52,7 @@ pub unsafe fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
     unsafe { function(fd, offset, len) }
 }
 
-/// `ppoll`, whose system call has one argument more.
+/// `ppoll`, whose system call has one more argument.
 ///
 /// # Safety
 /// As the C function.
@@ -73,7 +73,7 @@ pub unsafe fn ppoll(
     }
 }
 
-/// Declares functions that execute a program in a new child, which are no system calls: without one the call fails.
+/// Declares functions that execute a program in a new child, which are no system calls: if not found, the call fails.
 macro_rules! spawns {
     ($($name:ident, $symbol:literal;)*) => {$(
         /// # Safety
@@ -153,8 +153,8 @@ next!(copy_file_range, c"copy_file_range", libc::SYS_copy_file_range,
 next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
 
 /// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. That function is
-/// resolved before `main`, because a child between `vfork` and `exec` calls it and must not resolve it. Without one the
-/// call fails.
+/// resolved before `main`, because a child between `vfork` and `exec` calls it and must not resolve it. If it is not
+/// found, the call fails.
 macro_rules! executes {
     ($($name:ident, $symbol:literal, ($($arg:ident: $ty:ty),*);)*) => {
         mod executing {
@@ -163,7 +163,7 @@ macro_rules! executes {
             pub static $name: Next = Next::new($symbol);)*
         }
 
-        /// Resolve all of them.
+        /// Resolves all of them.
         pub fn find_executing() {
             $(executing::$name.get();)*
         }

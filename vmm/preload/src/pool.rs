@@ -1,11 +1,11 @@
-//! RAM from the pool in place of huge pages of QEMU's own.
+//! RAM from the pool instead of QEMU's own huge pages.
 //!
-//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*: QEMU puts it at a
-//! multiple of their size. After: parts of the pool's files are mapped where QEMU maps it, and no page of the
-//! stand-in ever exists. Later operations of QEMU on the stand-in are applied to those, or refused.
+//! Before: `ballast run --pool` makes QEMU use a memfd of huge pages as its RAM, the *stand-in*, which QEMU puts at a
+//! multiple of their size. After: parts of the pool's files are mapped where QEMU maps it, and the stand-in never has a
+//! page. Later operations of QEMU on the stand-in are applied to those parts, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: the stand-in is never mapped and never leaves this process, so no process takes its holes for guest RAM.
-//! Only the client keeps descriptors of the pool's files, and an `exec` closes them.
+//! Promise: the stand-in is never mapped and never leaves this process, so that no process takes its holes for guest
+//! RAM. Only the client has descriptors of the pool's files, and an `exec` closes them.
 
 use std::ffi::{c_int, c_void};
 use std::io;
@@ -21,15 +21,15 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::{identity, next};
 
-/// The environment variable with the pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not the
-/// pool's.
+/// The environment variable with the kind of pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not from
+/// the pool.
 pub const VARIABLE: &str = "BALLAST_POOL";
-/// The environment variable with the nodes of the host that RAM is taken from. Without it, any node.
+/// The environment variable with the NUMA nodes for RAM. Without it, any node.
 pub const NODES: &str = "BALLAST_POOL_NODES";
 /// The environment variable with the pool's socket.
 pub const SOCKET: &str = "BALLAST_POOL_SOCKET";
 
-/// A part of a stand-in, and where the pool's memory for it is mapped.
+/// A part of a stand-in, and the address of the pool's memory for it.
 #[derive(Clone, Copy)]
 struct StandIn {
     file: FileId,
@@ -44,18 +44,17 @@ fn stand_ins() -> MutexGuard<'static, Vec<StandIn>> {
     STAND_INS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The value of the variable, if RAM is to come from the pool.
+/// The value of the variable, if RAM must come from the pool.
 fn wanted() -> Option<&'static str> {
     static WANTED: OnceLock<Option<String>> = OnceLock::new();
     WANTED.get_or_init(|| std::env::var(VARIABLE).ok().filter(|value| !value.is_empty())).as_deref()
 }
 
-/// Is RAM to come from the pool?
 pub fn is_wanted() -> bool {
     wanted().is_some()
 }
 
-/// Map memory of the pool in place of a stand-in that the VMM is about to map. `None` if this is no stand-in. An error
+/// Maps memory of the pool instead of a stand-in that the VMM is about to map. `None` if this is no stand-in. An error
 /// is the errno for the VMM; the reason was announced.
 ///
 /// # Safety
@@ -81,7 +80,7 @@ pub unsafe fn provide(
             return Err(format!("its backend has pages of {page}, and {VARIABLE} is {pages}"));
         }
         if pages == Pages::OnDemand && flags & libc::MAP_LOCKED != 0 {
-            // The kernel would allocate all of it before anybody serves its touches.
+            // The kernel would allocate all of it before an engine serves its touches.
             return Err("memory that is locked does not come on demand".into());
         }
         if flags & libc::MAP_FIXED == 0 || !(addr as u64).is_multiple_of(page.0) {
@@ -96,7 +95,7 @@ pub unsafe fn provide(
     }))
 }
 
-/// Take memory for a stand-in, and map it.
+/// Takes memory for a stand-in, and maps it.
 ///
 /// # Safety
 /// The mapping at its address may be replaced.
@@ -109,7 +108,7 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result
     let size = Bytes(place.len);
     let extents = pool::take(&socket, &Take { name, size, pages, nodes: nodes.of_piece(size) });
     let extents = extents.map_err(|error| error.to_string())?;
-    // Every page is there, so filling the page tables costs less than the faults would; on demand none is.
+    // All pages are allocated, so to fill the page tables costs less than the faults would; on demand, none are.
     let populate = if pages == Pages::OnDemand { 0 } else { libc::MAP_POPULATE };
     let flags = libc::MAP_SHARED
         | libc::MAP_FIXED
@@ -130,22 +129,22 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result
     Ok(Ram { hva: Hva(place.hva), extents, guest_address: None })
 }
 
-/// Does this VM have memory of the pool?
+/// Whether this VM has memory of the pool.
 pub fn is_used() -> bool {
     !stand_ins().is_empty()
 }
 
-/// Is this file a stand-in?
+/// Whether this file is a stand-in.
 pub fn has(file: FileId) -> bool {
     stand_ins().iter().any(|stand_in| stand_in.file == file)
 }
 
-/// Is this part of a file a part of a stand-in?
+/// Whether this part of a file is a part of a stand-in.
 pub fn has_part(file: FileId, offset: u64, len: u64) -> bool {
     !parts(&stand_ins(), file, offset, len).is_empty()
 }
 
-/// Free a piece of a stand-in for the VMM, after `discard` has told the engine. To fill one is refused. `None` if the
+/// Frees a piece of a stand-in for the VMM, after `discard` has told the engine. To fill one is refused. `None` if the
 /// file is no stand-in.
 pub fn punching(
     fd: c_int,
@@ -179,7 +178,7 @@ fn parts(all: &[StandIn], file: FileId, offset: u64, len: u64) -> Vec<Range> {
     all.iter().filter(|stand_in| stand_in.file == file).filter_map(part).collect()
 }
 
-/// Return pages of the pool's files to the kernel.
+/// Returns pages of the pool's files to the kernel.
 fn remove((hva, len): Range) -> Result<(), c_int> {
     // SAFETY: the VMM does not need the contents any more; the next touch of these addresses finds zeros.
     if unsafe { next::madvise(hva.0 as *mut c_void, len as usize, libc::MADV_REMOVE) } == 0 {
@@ -189,7 +188,7 @@ fn remove((hva, len): Range) -> Result<(), c_int> {
     }
 }
 
-/// Forget stand-ins at these addresses, which are about to be unmapped or mapped over.
+/// Forgets stand-ins at these addresses, which are about to be unmapped or mapped over.
 pub fn unmapping(addr: *mut c_void, len: usize) {
     let (from, to) = (addr as u64, (addr as u64).saturating_add(len as u64));
     let mut all = stand_ins();
@@ -218,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_punch_of_a_stand_in_punches_all_addresses_that_have_it() {
+    fn a_punch_of_a_stand_in_punches_all_addresses_where_it_is_mapped() {
         let all = [at(FILE, 0, 100, 8), at(FILE, 8, 300, 8), at(OTHER, 0, 200, 8)];
         let found = |file, offset: u64, len: u64| {
             let ranges = parts(&all, file, offset, len).into_iter();

@@ -1,9 +1,11 @@
-//! Hooks of functions that read a file past its mapping: of guest RAM they would find holes where pages are far.
+//! Hooks of functions that read a file past its mapping: in a RAM file they would find holes where pages are far.
 //!
 //! Before: `hooks` has found the RAM files. After: a VMM that copies a RAM file by its data (Cloud Hypervisor's
-//! snapshot) hears that the file cannot tell holes, and copies memory through the mapping; a read of a RAM file fails.
-//! Threads: any VMM thread. Promise: no far page is read as zeros by these functions. A call on any other file goes
-//! through, and costs one `fstat` more.
+//! snapshot) learns that the file cannot report holes, and copies memory through the mapping; a read of a RAM file
+//! fails.
+//! Threads: any VMM thread.
+//! Promise: no far page is read as zeros by these functions. A call on any other file goes through, and costs one more
+//! `fstat`.
 
 use std::ffi::{c_int, c_void};
 
@@ -13,7 +15,7 @@ use crate::announce::announce;
 use crate::hooks::{quietly, refuse};
 use crate::{decide, next};
 
-/// Refuse to read a RAM file, with a word about it.
+/// Whether this is a RAM file, whose read is refused and announced.
 fn refuses(fd: c_int, what: &str) -> bool {
     let is_ram = quietly(false, || decide::is_ram_file(fd));
     if is_ram {
@@ -26,7 +28,7 @@ fn refuses(fd: c_int, what: &str) -> bool {
 /// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lseek(fd: c_int, offset: off_t, base: c_int) -> off_t {
-    // What a file system says that does not know of holes.
+    // The error of a file system without support for holes.
     if matches!(base, libc::SEEK_DATA | libc::SEEK_HOLE) && quietly(false, || decide::is_ram_file(fd)) {
         return refuse(libc::EINVAL, -1);
     }

@@ -1,10 +1,10 @@
-//! What a new mapping is, by the way it is made: guest RAM, a place for it, or something else.
+//! Classifies a new mapping by the way it is made: guest RAM, a place for it, or something else.
 //!
-//! Before: `hooks` sees a call of `mmap`. After: `decide` attaches with what is RAM.
-//! Threads: any VMM thread; QEMU makes a reservation and the mapping inside it on one. Units: bytes.
+//! Before: `hooks` sees a call of `mmap`. After: `decide` attaches with RAM.
+//! Threads: any VMM thread; QEMU makes a reservation and the mapping inside it on one thread. Units: bytes.
 //! Promise: guest RAM is never left out. Under QEMU nothing else is taken for it: QEMU maps RAM at a fixed address in a
-//! reservation that it has just made for it, and buffers (of a display, a virtio-gpu, sound, vhost's log) wherever
-//! there is room. Of another VMM every large shared mapping counts as RAM.
+//! reservation that it has just made for it, and buffers (of a display, a virtio-gpu, sound, vhost's log) at any
+//! address. For another VMM, each large shared mapping counts as RAM.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -15,21 +15,21 @@ use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 static IS_QEMU: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Address and length of the reservation that this thread made last, if nothing was mapped in it yet.
+    /// Address and length of this thread's last reservation, if nothing was mapped in it yet.
     static RESERVED: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
 }
 
-/// Note which program this is. Before `main`.
+/// Notes which program this is. Called before `main`.
 pub fn learn_program() {
     let program = std::env::current_exe().ok();
     let name = program.as_deref().and_then(|path| path.file_name()).unwrap_or_default().to_string_lossy();
     IS_QEMU.store(is_qemu(&name), Ordering::Relaxed);
 }
 
-/// The reason if an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel
-/// will read the pages from the file, past our userfaultfd.
+/// The reason, if an `ioctl` takes a long-term reference to guest memory, and whether that must be restored first,
+/// because the kernel reads the pages from the file, past our userfaultfd.
 pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
-    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
+    // Numbers from linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
     const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
     const IOMMU_IOAS_MAP: libc::c_ulong = 0x3B85;
     const IOMMU_IOAS_MAP_FILE: libc::c_ulong = 0x3B8F;
@@ -48,18 +48,18 @@ pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
     }
 }
 
-/// Is this process QEMU?
 pub fn is_qemu_here() -> bool {
     IS_QEMU.load(Ordering::Relaxed)
 }
 
-/// Is this word of a command line QEMU's path or name?
+/// Whether this word of a command line is QEMU's path or name.
 pub fn names_qemu(word: &str) -> bool {
     let name = word.rsplit('/').next().unwrap_or_default();
     (name.starts_with("qemu-system-") || name == "qemu-kvm") && !word.contains(char::is_whitespace)
 }
 
-/// Is this path or name, which is to be executed, QEMU's? The first word of its command line may be any.
+/// Whether this path or name, which is about to be executed, is QEMU's. The first word of its command line may be
+/// anything.
 pub fn is_path_of_qemu(file: &str) -> bool {
     names_qemu(file) || file.rsplit('/').next() == Some("kvm")
 }
@@ -69,7 +69,7 @@ fn is_qemu(program: &str) -> bool {
     program.contains("qemu") || program == "kvm"
 }
 
-/// Could this mapping be guest RAM, by its length, protection and flags? The file and the place are not looked at.
+/// Whether this mapping could be guest RAM, by its length, protection and flags, whatever its file and place.
 pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
     let both = libc::PROT_READ | libc::PROT_WRITE;
     let kind = flags & libc::MAP_TYPE;
@@ -80,7 +80,7 @@ pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool 
         && flags & libc::MAP_ANONYMOUS == 0
 }
 
-/// Is this a reservation of address space?
+/// Whether this is a reservation of address space.
 pub fn is_reservation(addr: *mut c_void, prot: c_int, flags: c_int, fd: c_int) -> bool {
     addr.is_null()
         && fd == -1
@@ -88,30 +88,31 @@ pub fn is_reservation(addr: *mut c_void, prot: c_int, flags: c_int, fd: c_int) -
         && flags & !libc::MAP_NORESERVE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
 }
 
-/// Is this a reservation of a multiple of 2 MiB plus one guard page: what QEMU makes before it maps RAM into it? The
-/// guard page pushes it off the 2 MiB border, and RAM mapped there could never be mapped by huge pages.
+/// Whether this is a reservation of a multiple of 2 MiB plus one guard page, as QEMU makes before it maps RAM into it.
+/// The guard page breaks the alignment to 2 MiB, so that RAM mapped there could never have huge pages.
 pub fn is_ram_reservation(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
     is_reservation(addr, prot, flags, fd) && len > HUGE_SIZE && len % HUGE_SIZE == PAGE_SIZE
 }
 
-/// Note a reservation that this thread has made.
+/// Notes a reservation of this thread.
 pub fn reserved(addr: *mut c_void, len: usize) {
     RESERVED.set((addr as usize, len));
 }
 
-/// Is a mapping that this thread has just made where this VMM maps RAM? Asked of each mapping, because what one at a
-/// fixed address fills is no fresh reservation any more.
+/// Whether this thread's last mapping is where this VMM maps RAM. To be called for each mapping, because a reservation
+/// that a fixed mapping fills is no longer fresh.
 pub fn is_place_of_ram(addr: *mut c_void, len: usize, flags: c_int) -> bool {
     let fills = flags & libc::MAP_FIXED != 0 && fills(RESERVED.take(), addr as usize, len);
     fills || !IS_QEMU.load(Ordering::Relaxed)
 }
 
-/// Could a mapping that QEMU makes in a place of RAM be RAM that cannot be managed? A small one is a table or a ROM.
+/// Whether a mapping that QEMU makes in a place of RAM could be RAM that cannot be managed. A small one is a table or a
+/// ROM.
 pub fn may_be_missed(len: usize, prot: c_int) -> bool {
     is_qemu_here() && len >= HUGE_SIZE && prot & libc::PROT_WRITE != 0
 }
 
-/// Does a mapping fill a reservation, which is the larger by an alignment of at most the mapping's length?
+/// Whether a mapping fills a reservation, which is larger by an alignment of at most the mapping's length.
 fn fills((start, size): (usize, usize), addr: usize, len: usize) -> bool {
     addr >= start && len <= size && addr - start <= size - len && size - len <= len
 }
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_is_known_by_its_name() {
+    fn qemu_is_recognised_by_its_name() {
         for name in ["qemu-system-x86_64", "qemu-kvm", "kvm", ".qemu-system-aarch64-wrapped"] {
             assert!(is_qemu(name), "{name}");
         }

@@ -1,8 +1,8 @@
-//! Work before `main`: takes the library out of `LD_PRELOAD` in QEMU, and keeps it out of forked children.
+//! Work before `main`: removes the library from `LD_PRELOAD` in QEMU, and keeps it out of forked children.
 //!
-//! Promise: a program that QEMU executes never loads this library, nor one that another VMM executes after it has
-//! attached (`through`); a child forked after attaching is left alone. A child forked *before* RAM exists
-//! (`-daemonize`) is the VMM, and attaches.
+//! Promise: no program that QEMU executes loads this library, nor one that another VMM executes after it has attached
+//! (`through`); a child forked after attaching is left alone. A child forked *before* RAM exists (`-daemonize`) is the
+//! VMM, and attaches.
 
 use std::ffi::{CStr, CString};
 
@@ -26,7 +26,7 @@ extern "C" fn at_start() {
     });
 }
 
-/// Take this library (known by its file name) out of `LD_PRELOAD`; other entries stay.
+/// Removes this library (known by its file name) from `LD_PRELOAD`; other entries stay.
 fn leave_preload() {
     const VARIABLE: &CStr = c"LD_PRELOAD";
     // SAFETY: constructors run on the only thread there is, so the environment does not change during these calls;
@@ -45,13 +45,13 @@ fn leave_preload() {
     }
 }
 
-/// Take what `ballast run` gave QEMU, and its names out of the environment: descriptors of this process mean nothing to
-/// programs that it starts.
+/// Takes the descriptors that `ballast run` gave QEMU, and removes their variables from the environment, because the
+/// numbers mean nothing to programs that QEMU starts.
 fn take_gifts() {
     guest::take_named();
     agent::take_named();
     for variable in [guest::VARIABLE, agent::VARIABLE] {
-        // SAFETY: constructors run on the only thread there is, so no other thread reads the environment meanwhile.
+        // SAFETY: constructors run on the only thread there is, so no other thread reads the environment.
         unsafe { std::env::remove_var(variable) };
     }
 }

@@ -1,7 +1,7 @@
-//! Programs that start the VMM (`taskset`, `env`, a shell): the library stays with them until the VMM is there.
+//! Programs that start the VMM (`taskset`, `env`, a shell): the library stays with them until the VMM runs.
 //!
 //! Before: `ballast run` started a program with this library, which need not be the VMM. After: the process that is
-//! QEMU, or that attaches, has taken the library out of its environment and the monitor for itself.
+//! QEMU, or that attaches, has removed the library from its environment and taken the monitor.
 //! Threads: the one before `main`, or the one that attaches; `exec` is checked on any.
 //! Promise: the library is not lost on the way without a message, and with `BALLAST_REQUIRE=1` the `exec` that would
 //! lose it fails.
@@ -17,9 +17,9 @@ use crate::{guest, mode, shape};
 
 /// The file name of this library.
 pub const OURS: &str = "libballast_preload.so";
-/// The variable with the process id of the program that `ballast run` became.
+/// The variable with the pid of the program that `ballast run` became.
 const STARTED: &str = "BALLAST_STARTED";
-/// What the environment said at the start: `env -i` empties it in this process before it executes another program.
+/// The environment at the start: `env -i` empties it in this process before it executes another program.
 static FIRST_ID: AtomicI32 = AtomicI32::new(0);
 static IS_REQUIRED: AtomicBool = AtomicBool::new(false);
 const VARIABLE: &str = "LD_PRELOAD=";
@@ -31,15 +31,15 @@ unsafe extern "C" {
 /// A list of strings that ends with a null pointer.
 pub type Words = *const *const c_char;
 
-/// Note what the environment says. Before `main`.
+/// Reads the environment. Called before `main`.
 pub fn begin() {
     let first = std::env::var(STARTED).ok().and_then(|id| id.parse().ok());
     FIRST_ID.store(first.unwrap_or(0), Ordering::Relaxed);
     IS_REQUIRED.store(mode::is_required(), Ordering::Relaxed);
 }
 
-/// This process is the VMM, though no QEMU: programs that it starts do not load the library, and the monitor is its
-/// own.
+/// This process is the VMM, but not QEMU: from now on, programs that it starts do not load the library, and the monitor
+/// belongs to it.
 pub fn arrive() {
     if shape::is_qemu_here() {
         return;
@@ -59,7 +59,7 @@ pub fn arrive() {
     guest::take_named();
 }
 
-/// Put these bytes there, if the memory may be written. Other threads may read it meanwhile, but no string moves or
+/// Writes these bytes there, if the memory is writable. Other threads may read it at that time, but no string moves or
 /// grows.
 fn put(address: usize, bytes: &[u8]) {
     let from = libc::iovec { iov_base: bytes.as_ptr() as *mut c_void, iov_len: bytes.len() };
@@ -69,12 +69,12 @@ fn put(address: usize, bytes: &[u8]) {
     unsafe { libc::process_vm_writev(libc::getpid(), &raw const from, 1, &raw const to, 1, 0) };
 }
 
-/// The names in a value of `LD_PRELOAD`, with the place of each.
+/// The names in a value of `LD_PRELOAD`, with the offset of each.
 fn pieces(value: &str) -> impl Iterator<Item = (usize, &str)> {
     value.split([':', ' ']).map(|name| (name.as_ptr() as usize - value.as_ptr() as usize, name))
 }
 
-/// Is this the path of this library?
+/// Whether this is the path of this library.
 pub fn is_ours(name: &str) -> bool {
     name.rsplit('/').next() == Some(OURS)
 }
@@ -95,7 +95,7 @@ unsafe fn list<'a>(mut words: Words) -> Vec<&'a CStr> {
     found
 }
 
-/// Check an `exec` of a program that is on the way to the VMM. `Err` is the errno with which to refuse it.
+/// Checks an `exec` of a program on the way to the VMM. `Err` is the errno with which to refuse it.
 ///
 /// # Safety
 /// The words are those of `execve`. `variables` is `None` where the program keeps the environment of this one.
@@ -106,7 +106,7 @@ pub unsafe fn hands_on(file: *const c_char, words: Words, variables: Option<Word
     unsafe { keeps_library(file, words, variables, is_first) }
 }
 
-/// The check of [`hands_on`], for a program that a new child executes.
+/// Like [`hands_on`], for a program that a new child executes.
 ///
 /// # Safety
 /// As [`hands_on`].
@@ -158,7 +158,7 @@ unsafe fn keeps_library(
     if is_required { Err(libc::EPERM) } else { Ok(()) }
 }
 
-/// Is this program set-user-ID or set-group-ID, for a user who is not root?
+/// Whether this program is set-user-ID or set-group-ID, for a user who is not root.
 fn gains_rights(file: &str) -> bool {
     // SAFETY: it has no arguments and no effects.
     if unsafe { libc::getuid() } == 0 {

@@ -1,10 +1,10 @@
-//! A second mapping of RAM in the VMM's own process: touches of it raise no faults that the engine serves.
+//! A second mapping of RAM in the VMM's own process, whose touches raise no faults that the engine serves.
 //!
-//! Before: `hooks` sees a mapping of a file. After: every page is in its file and stays there, or the call fails.
+//! Before: `hooks` sees a mapping of a file. After: each page is in its file and stays there, or the call fails.
 //! Threads: any VMM thread. Units: bytes of the file.
-//! Promise: the protection, the flags and the length of the mapping do not matter: private and read-only mappings read
-//! zeros where pages are far, and a mapping without access gets it later. What a VMM has mapped before it attached, or
-//! past the C library, is found by the engine's scan for foreign mappers.
+//! Promise: the protection, the flags and the length of the mapping do not matter: private and read-only mappings would
+//! read zeros where pages are far, and a mapping without access may gain it later. Mappings that a VMM made before it
+//! attached, or past the C library, are found by the engine's scan for foreign mappers.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
@@ -17,8 +17,8 @@ use crate::announce::announce;
 use crate::decide::{self, MAPPED_TWICE};
 use crate::pool;
 
-/// Prepare for a mapping of a part of a file. Returns whether the part is RAM already; then this has restored every
-/// page, and pinned the VM. `Err` is the errno with which to refuse the call.
+/// Prepares for a mapping of a part of a file. Returns whether the part is RAM already; then each page was restored,
+/// and the VM pinned. `Err` is the errno with which to refuse the call.
 pub fn mapping(flags: c_int, fd: c_int, offset: i64, len: usize) -> Result<bool, c_int> {
     let is_of_file = fd >= 0 && flags & libc::MAP_ANONYMOUS == 0;
     let Some(client) = decide::client().filter(|_| is_of_file && offset >= 0) else { return Ok(false) };

@@ -209,8 +209,6 @@ static int deed(const char *what) {
     if (!strcmp(what, "again-none")) return mmap(NULL, RAM, PROT_NONE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "in-place"))
         return mmap(ram, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
-    if (!strcmp(what, "getpid")) return syscall(SYS_getpid) == getpid() ? 0 : 1;
-    if (!strcmp(what, "six")) return syscall(SYS_mmap, NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, 1) == -1 ? -1 : 1;
     if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);
     if (!strcmp(what, "run")) return ioctl(-1, 0xAE80, 0);
     if (!strcmp(what, "reset-first")) return do_reset(1, 0, "10=5 20=6 run run 4b564d02=0 run ");

@@ -1,4 +1,4 @@
-//! Tests of replies of QEMU's monitor about the guest's memory.
+//! Replies of QEMU's monitor about the guest's memory.
 
 #[path = "../src/monitor.rs"]
 #[allow(dead_code, reason = "only a part of it is tried here")]
@@ -55,7 +55,7 @@ fn the_last_word_is_the_address() {
     }
 }
 
-/// A monitor that sends these replies, one for each line.
+/// A monitor that sends these replies, one per line.
 fn scripted(answers: &'static [&'static str]) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("socketpair");
     std::thread::spawn(move || {
@@ -72,7 +72,7 @@ fn scripted(answers: &'static [&'static str]) -> UnixStream {
 }
 
 #[test]
-fn events_between_question_and_reply_are_skipped() {
+fn events_between_request_and_reply_are_skipped() {
     let event = "{\"timestamp\": {\"seconds\": 1}, \"event\": \"RESUME\"}\r\n";
     let answers = [
         "{\"QMP\": {}}\r\n",
@@ -96,7 +96,7 @@ fn events_between_question_and_reply_are_skipped() {
 }
 
 #[test]
-fn plugged_ram_is_told_from_the_images_of_other_memory_devices() {
+fn plugged_ram_is_distinguished_from_the_images_of_other_memory_devices() {
     let text = "Memory device [dimm]: \"d\"\r\n  addr: 0x100000000\r\n  slot: 0\r\n  node: 0\r\n  size: 134217728\r\n\
                   memdev: /objects/p\r\n\
                 Memory device [nvdimm]: \"n\"\r\n  addr: 0x200000000\r\n  size: 134217728\r\n\
@@ -118,8 +118,8 @@ fn plugged_ram_is_told_from_the_images_of_other_memory_devices() {
     assert_eq!(base_in("unknown command"), None);
 }
 
-/// What is not managed of a machine with 256 MiB in the region at 0x10000000, if the guest sees that, this memory
-/// device, and 1 GiB in the region at 0x40000000.
+/// The unmanaged amount of a machine with 256 MiB in the region at 0x10000000 (`is_base_managed`: the guest sees it),
+/// this memory device, and 1 GiB in the region at 0x40000000.
 fn unmanaged_beside(answers: Vec<String>, is_base_managed: bool) -> u64 {
     let reply = |text: &str| format!("{{\"return\": \"{text}\"}}\n");
     let mut all = vec!["{\"QMP\": {}}\n".to_owned(), "{\"return\": {}}\n".to_owned()];
@@ -132,7 +132,7 @@ fn unmanaged_beside(answers: Vec<String>, is_base_managed: bool) -> u64 {
 }
 
 #[test]
-fn a_memory_device_on_a_managed_file_is_no_part_of_the_base_memory_and_not_missing() {
+fn a_memory_device_on_a_managed_file_is_neither_base_memory_nor_missing() {
     let at = "Host virtual address for 0x140000000 (r) is 0x40000000";
     let nothing = "No memory is mapped at address 0x140000000";
     let virtio_mem = |size: u64| {
@@ -141,7 +141,7 @@ fn a_memory_device_on_a_managed_file_is_no_part_of_the_base_memory_and_not_missi
         )
     };
     let nvdimm = "Memory device [nvdimm]: x\\r\\n addr: 0x140000000\\r\\n size: 1073741824".to_owned();
-    // The second of its slots is all that the guest has of it.
+    // Its second slot has all of the guest's memory in it.
     let slot = "    0000000160000000-000000017fffffff (prio 0, ram): alias memslot-1 @v 20000000-3fffffff";
     let in_slot = "Host virtual address for 0x160000000 (v) is 0x60000000";
     let slots = || vec![virtio_mem(2 << 20), nothing.to_owned(), slot.to_owned(), in_slot.to_owned()];

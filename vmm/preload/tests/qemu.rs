@@ -1,5 +1,5 @@
-//! Tests of unmodified QEMU with the preload library against a scripted keeper: all RAM is found, at start and plugged
-//! later. No guest boots; the firmware touches the memory.
+//! Unmodified QEMU with the preload library against a scripted keeper: all RAM is found, at start and plugged later. No
+//! guest boots; the firmware touches the memory.
 
 mod common;
 #[path = "../../client/tests/double/mod.rs"]
@@ -23,7 +23,7 @@ fn have_qemu() -> bool {
     have_uffd() && !missing("qemu", (!works).then_some("qemu-system-x86_64 is not installed"))
 }
 
-/// QEMU with these words, stopped before its first instruction, QMP on its standard input and output.
+/// QEMU with these words, stopped before its first instruction, with QMP on its standard input and output.
 fn qemu(keeper: &Keeper, words: &str) -> Command {
     let mut command = preloaded(QEMU, &keeper.path);
     command.args("-nodefaults -display none -accel tcg -S -qmp stdio".split(' ')).args(words.split(' '));
@@ -34,7 +34,7 @@ fn backend(id: &str, size: &str) -> String {
     format!("-object memory-backend-memfd,id={id},size={size},share=on")
 }
 
-/// Accept the next AddRegion. Returns its length and address.
+/// Accepts the next AddRegion. Returns its length and address.
 fn accept_region(session: &Session) -> (Bytes, u64) {
     let (message, fds) = session.request();
     let ClientToKeeper::AddRegion { region, .. } = message else { panic!("{message:?}") };
@@ -44,7 +44,7 @@ fn accept_region(session: &Session) -> (Bytes, u64) {
 }
 
 #[test]
-fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped() {
+fn ram_around_the_pci_hole_is_one_region_aligned_to_huge_pages_and_runs_zapped() {
     if !have_qemu() {
         return;
     }
@@ -62,7 +62,7 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
     session.accept();
     qemu.qmp_start();
 
-    // Everything is zapped, and this process serves the faults; the firmware must not notice.
+    // All RAM is zapped, and this process serves the faults; the firmware must not notice.
     session.register_all();
     assert_eq!(session.zap(1, vec![session.whole(0)]), None);
     qemu.qmp("cont", json!({}));
@@ -239,7 +239,7 @@ fn a_daemonized_qemu_is_attached_from_the_process_that_stays() {
 }
 
 #[test]
-fn private_ram_ends_a_qemu_under_tcg_if_it_must_be_managed_and_else_the_keeper_hears() {
+fn private_ram_ends_a_qemu_under_tcg_if_required_and_else_the_keeper_is_told() {
     if !have_qemu() {
         return;
     }
@@ -262,7 +262,7 @@ fn private_ram_ends_a_qemu_under_tcg_if_it_must_be_managed_and_else_the_keeper_h
 }
 
 #[test]
-fn a_qemu_behind_other_programs_is_attached_and_one_that_loses_the_library_is_refused() {
+fn a_qemu_behind_other_programs_attaches_and_one_without_the_library_is_refused() {
     if !have_qemu() {
         return;
     }

@@ -1,37 +1,30 @@
-//! Samples of virtual memory from DAMON, the kernel's access monitor (sysfs, operations `vaddr`), for machines without
-//! a PMU.
+//! Samples of virtual memory from DAMON, the kernel's access monitor (sysfs, operations `vaddr`).
 //!
-//! Before: root, and a kernel whose DAMON no program uses. After: for each range that DAMON found, one sample of each
+//! Before: root, and a caller that has made DAMON's threads. After: for each range that DAMON found, one sample of each
 //! unit of 2 MiB for each time that it saw the range accessed, at an address somewhere in it.
 //! Threads: the caller's, and one of the kernel's for each process; users in one program take turns ([`lock`]).
 //! Units: virtual addresses.
-//! Promise: when this is dropped, DAMON is as before; another program's DAMON is never touched.
+//! Promise: when this is dropped, the threads that it uses are off; no other one is touched.
 //!
 //! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit
 //! and flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes).
-//! From Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: so it is stopped, and started again at
-//! the end.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+use ballast_base::PAGE_SIZE;
+use ballast_ranges::UNIT;
 
-use super::{Each, Missed, SampleSource, Samples};
+use super::{Each, SampleSource, Samples};
 use crate::kernel_files::Files;
 
-const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
-const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
-const UNIT: u64 = HUGE_SIZE as u64;
-/// DAMON looks at a page of each range at this interval (its default), and counts for this long.
-const SAMPLE_US: u32 = 5_000;
+/// DAMON's files.
+pub const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+/// DAMON looks at a page of each range each 5 ms (its default), and counts for this long.
 const COUNT_US: u32 = 200_000;
-/// It looks for new mappings at this interval (its default).
-const UPDATE_US: u32 = 1_000_000;
 /// The kernel counts CPU time in ticks of this length.
 const TICK_US: u64 = 10_000;
-/// Ranges of a process: DAMON's CPU time grows with them, and so does what it can tell apart.
-const LEAST_RANGES: u32 = 10;
+/// Most ranges of a process: DAMON's CPU time grows with them, and so does what it can tell apart.
 const MOST_RANGES: u32 = 500;
 
 /// The kernel refuses a second thread while one waits for an answer of DAMON's, so a program with two users of it has
@@ -49,34 +42,16 @@ pub struct Damon {
     watched: Vec<u32>,
     /// Index of the first thread.
     first: usize,
-    /// Number of DAMON threads before; `None` if the caller has made them.
-    threads_before: Option<String>,
     /// CPU time of threads that ended.
     spent_us: u64,
-    stopped_stat: bool,
     /// Where in a range the next sample is.
     state: u64,
 }
 
 impl Damon {
-    /// Take DAMON.
-    ///
-    /// # Errors
-    /// The kernel has none, or another program uses it.
-    pub fn open(files: &Files) -> io::Result<Self> {
-        let threads_before = files.text(&format!("{ADMIN}/nr_kdamonds"))?;
-        let mut damon = Self::beside(files, 0);
-        damon.threads_before = Some(threads_before);
-        if let Some(user) = in_use(files)? {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("DAMON is in use: {user}")));
-        }
-        Ok(damon)
-    }
-
-    /// Use threads that the caller has made, from this one on, beside others of its own. It has stopped `damon_stat`.
-    pub fn beside(files: &Files, first: usize) -> Self {
-        let files = files.clone();
-        Self { files, watched: Vec::new(), first, threads_before: None, spent_us: 0, stopped_stat: false, state: 1 }
+    /// Use threads that the caller has made, from this one on: as many as processes are watched.
+    pub fn new(files: &Files, first: usize) -> Self {
+        Self { files: files.clone(), watched: Vec::new(), first, spent_us: 0, state: 1 }
     }
 
     fn put(&self, path: &str, value: impl ToString) -> io::Result<()> {
@@ -84,23 +59,13 @@ impl Damon {
     }
 
     fn start(&mut self, processes: &[u32]) -> io::Result<()> {
-        if self.threads_before.is_some() {
-            if !self.stopped_stat && self.files.optional(STAT)?.as_deref() == Some("Y") {
-                self.files.write(STAT, "N")?;
-                self.stopped_stat = true;
-            }
-            self.put("nr_kdamonds", processes.len())?;
-        }
         for (index, process) in (self.first..).zip(processes) {
             let context = format!("{index}/contexts/0");
             self.put(&format!("{index}/contexts/nr_contexts"), 1)?;
             self.put(&format!("{context}/operations"), "vaddr")?;
             let attributes = format!("{context}/monitoring_attrs");
-            self.put(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
             self.put(&format!("{attributes}/intervals/aggr_us"), COUNT_US)?;
-            self.put(&format!("{attributes}/intervals/update_us"), UPDATE_US)?;
             self.put(&format!("{attributes}/nr_regions/max"), MOST_RANGES)?;
-            self.put(&format!("{attributes}/nr_regions/min"), LEAST_RANGES)?;
             self.put(&format!("{context}/targets/nr_targets"), 1)?;
             self.put(&format!("{context}/targets/0/pid_target"), process)?;
             self.put(&format!("{context}/schemes/nr_schemes"), 1)?;
@@ -171,21 +136,6 @@ impl Damon {
     }
 }
 
-/// Returns the program that uses DAMON through sysfs, if there is one.
-///
-/// # Errors
-/// It cannot be read.
-pub fn in_use(files: &Files) -> io::Result<Option<String>> {
-    for index in files.numbered(ADMIN, "")? {
-        if files.optional(&format!("{ADMIN}/{index}/state"))?.as_deref() == Some("on") {
-            let action = files.optional(&format!("{ADMIN}/{index}/contexts/0/schemes/0/action"))?;
-            let what = action.map_or_else(|| "without a scheme".into(), |action| format!("with the action {action}"));
-            return Ok(Some(format!("its thread {index} runs {what}")));
-        }
-    }
-    Ok(None)
-}
-
 /// Spread the counts of ranges over units of 2 MiB. A unit that a range fills gets the range's count; a unit of which
 /// it has a part gets that part of it. DAMON looked at one page for all of a range, so what it saw once counts as many
 /// samples as the range has units.
@@ -210,10 +160,6 @@ fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64,
 }
 
 impl SampleSource for Damon {
-    fn name(&self) -> &'static str {
-        "damon"
-    }
-
     fn watch(&mut self, processes: &[u32]) -> io::Result<()> {
         if processes == self.watched {
             return Ok(());
@@ -229,14 +175,14 @@ impl SampleSource for Damon {
         })
     }
 
-    fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed> {
+    fn take(&mut self, each: &mut Each<'_>) -> io::Result<()> {
         for index in 0..self.watched.len() {
             let held = lock();
             let (process, ranges) = (self.watched[index], self.ranges(self.first + index)?);
             drop(held);
             spread(&ranges, &mut self.state, &mut |address, samples| each(process, address, samples));
         }
-        Ok(Missed::default())
+        Ok(())
     }
 
     fn cpu_us(&self) -> u64 {
@@ -250,12 +196,6 @@ impl Drop for Damon {
         let _held = lock();
         // An error cannot be reported here; the next user of DAMON finds it on and says so.
         let _ = self.stop();
-        if let Some(before) = &self.threads_before {
-            let _ = self.put("nr_kdamonds", before);
-        }
-        if self.stopped_stat {
-            let _ = self.files.write(STAT, "Y");
-        }
     }
 }
 
@@ -296,7 +236,6 @@ mod tests {
 
     /// DAMON's files for two processes.
     fn canned(root: &std::path::Path) {
-        put(root, &format!("{ADMIN}/nr_kdamonds"), "0\n");
         for index in 0..2 {
             let context = format!("{ADMIN}/{index}/contexts/0");
             put(root, &format!("{ADMIN}/{index}/state"), "off\n");
@@ -315,23 +254,21 @@ mod tests {
             put(root, &format!("{range}/end"), &format!("{}\n", 6 * UNIT));
             put(root, &format!("{range}/nr_accesses"), "7\n");
         }
-        put(root, STAT, "Y\n");
     }
 
     #[test]
-    fn each_process_gets_a_thread_and_damon_is_as_before_at_the_end() {
+    fn each_process_gets_a_thread_which_is_off_at_the_end() {
         let root = tempfile::tempdir().expect("directory");
         canned(root.path());
         let files = Files::below(root.path());
         let text = |path: &str| files.text(&format!("{ADMIN}/{path}")).expect("written");
-        let mut damon = Damon::open(&files).expect("free");
+        let mut damon = Damon::new(&files, 0);
         damon.watch(&[77, 99]).expect("watched");
-        assert_eq!((text("nr_kdamonds"), text("1/state")), ("2".into(), "on".into()));
+        assert_eq!(text("1/state"), "on");
         assert_eq!(
             (text("1/contexts/0/targets/0/pid_target"), text("0/contexts/0/operations")),
             ("99".into(), "vaddr".into())
         );
-        assert_eq!(files.text(STAT).expect("read"), "N");
         let mut seen = Vec::new();
         damon
             .take(&mut |process, address, samples| seen.push((process, address / UNIT, samples.count, samples.each)))
@@ -339,8 +276,7 @@ mod tests {
         assert_eq!(seen, [(77, 4, 7, 2), (77, 5, 7, 2), (99, 4, 7, 2), (99, 5, 7, 2)]);
         put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
         drop(damon);
-        assert_eq!((text("nr_kdamonds"), text("0/state")), ("0".into(), "off".into()));
-        assert_eq!(files.text(STAT).expect("read"), "Y");
+        assert_eq!(text("0/state"), "off");
     }
 
     #[test]
@@ -352,7 +288,7 @@ mod tests {
         std::fs::remove_file(&state).expect("a file");
         std::os::unix::fs::symlink("/proc/version", &state).expect("link");
         let files = Files::below(root.path());
-        let mut damon = Damon::open(&files).expect("free");
+        let mut damon = Damon::new(&files, 0);
         damon.watch(&[77, 99]).expect("watched");
         let mut seen = Vec::new();
         damon.take(&mut |process, _, _| seen.push(process)).expect("taken");
@@ -364,33 +300,19 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_the_caller_has_made_are_used_and_stay() {
+    fn threads_before_the_first_are_left_alone() {
         let root = tempfile::tempdir().expect("directory");
         canned(root.path());
-        put(root.path(), &format!("{ADMIN}/nr_kdamonds"), "2\n");
         put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
         put(root.path(), &format!("{ADMIN}/1/pid"), "55\n");
         put(root.path(), "/proc/55/stat", "55 (kdamond.1) S 2 0 0 0 -1 0 0 0 0 0 3 4 0 0 20 0\n");
         let files = Files::below(root.path());
         let text = |path: &str| files.text(&format!("{ADMIN}/{path}")).expect("written");
-        let mut damon = Damon::beside(&files, 1);
+        let mut damon = Damon::new(&files, 1);
         damon.watch(&[77]).expect("watched");
         assert_eq!((text("1/state"), text("1/contexts/0/targets/0/pid_target")), ("on".into(), "77".into()));
         assert_eq!(damon.cpu_us(), 70_000);
         drop(damon);
-        assert_eq!((text("nr_kdamonds"), text("0/state"), text("1/state")), ("2".into(), "on".into(), "off".into()));
-        assert_eq!(files.text(STAT).expect("read"), "Y", "that is the caller's");
-    }
-
-    #[test]
-    fn what_another_program_runs_is_left_alone_and_named() {
-        let root = tempfile::tempdir().expect("directory");
-        canned(root.path());
-        put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
-        put(root.path(), &format!("{ADMIN}/0/contexts/0/schemes/0/action"), "migrate_hot\n");
-        let files = Files::below(root.path());
-        let error = Damon::open(&files).expect_err("in use").to_string();
-        assert!(error.contains("thread 0 runs with the action migrate_hot"), "{error}");
-        assert_eq!(files.text(&format!("{ADMIN}/0/state")).expect("read"), "on");
+        assert_eq!((text("0/state"), text("1/state")), ("on".into(), "off".into()));
     }
 }

@@ -1,24 +1,13 @@
 //! Where samples of accesses come from.
 //!
-//! Before: programs are chosen. After: [`crate::engine`] records addresses in their classifiers. One trait, and three
-//! sources: [`perf`] where a PMU is, [`damon`] elsewhere, [`scripted`] for tests and replays.
+//! Before: programs are chosen. After: [`crate::engine`] records addresses in their classifiers. [`damon`] is the one
+//! source; tests have others.
 //! Threads: the caller's; kernels write meanwhile. Units: virtual addresses of the sampled process.
 //! Promise: a source leaves nothing behind when it is dropped.
 
 pub mod damon;
-pub mod perf;
-pub mod scripted;
 
 use std::io;
-
-/// Accesses that were not sampled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Missed {
-    /// Samples that the kernel had no room for, as far as it says.
-    pub lost: u64,
-    /// Records of the kernel that were not understood.
-    pub damaged: u64,
-}
 
 /// Samples of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,9 +23,6 @@ pub type Each<'a> = dyn FnMut(u32, u64, Samples) + 'a;
 
 /// A source of samples.
 pub trait SampleSource: Send {
-    /// Its name in tables.
-    fn name(&self) -> &'static str;
-
     /// Sample these processes from now on, and no other.
     ///
     /// # Errors The kernel refuses. A process that is gone is no error.
@@ -46,7 +32,7 @@ pub trait SampleSource: Send {
     ///
     /// # Errors
     /// The kernel refuses.
-    fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed>;
+    fn take(&mut self, each: &mut Each<'_>) -> io::Result<()>;
 
     /// CPU time that the kernel's threads have spent for it, in microseconds.
     fn cpu_us(&self) -> u64 {

@@ -147,7 +147,7 @@ fn wrong_regions_names_and_numbers_of_userfaultfds_are_refused() {
         (many, "1025 extents; at most 1024"),
     ];
     for (second, why) in wrong {
-        let said = with(second.clone()).validate().expect_err("wrong");
+        let said = with(second.clone()).validate().expect_err("wrong").to_string();
         assert!(said.contains(why), "{second:?}: {said}");
     }
     for files in [0, MAX_FILES as u8 + 1, u8::MAX] {

@@ -5,7 +5,7 @@
 //! that concern guest RAM, and leaves all others to QEMU.
 
 use ballast_base::pool::Pages;
-use ballast_base::{Bytes, GIB, KIB, MIB};
+use ballast_base::{Bytes, GIB, Invalid, KIB, MIB};
 
 use super::options::{Opt, memory, options};
 use super::shared;
@@ -61,13 +61,13 @@ pub(super) fn megabytes(text: &str) -> Option<Bytes> {
 }
 
 /// Check a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
-pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
+pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, Invalid> {
     let options = options(words)?;
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
     let mut plan = Plan::default();
 
     if let Some(reason) = options.iter().find_map(refusal) {
-        return Err(reason);
+        return Err(reason.into());
     }
     plan.notes.extend(options.iter().filter_map(note));
     plan.is_pinned = plan.notes.iter().any(|note| note.contains(PINNED));
@@ -111,7 +111,7 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
         let unread = format!("`-readconfig {}` cannot be read here, and may say what guest RAM is", file.text);
         match backing {
             Backing::AsGiven => plan.notes.push(format!("{unread}; a VM with private RAM will not start")),
-            _ => return Err(format!("{unread}: give the options on the command line")),
+            _ => return Err(format!("{unread}: give the options on the command line").into()),
         }
         return Ok(plan);
     }
@@ -122,14 +122,16 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     }
     let wanted = wanted(&options, backing)?;
     if all("mem-path").next().is_some() {
-        return Err("`-mem-path` maps guest RAM privately. Leave it out, and add: ".to_owned() + &wanted.shown());
+        let shown = wanted.shown();
+        return Err(format!("`-mem-path` maps guest RAM privately. Leave it out, and add: {shown}").into());
     }
     if backing == Backing::AsGiven {
         return Err(format!(
             "guest RAM is private memory; Ballast needs a shared memfd. {}\n\
              or let `ballast run --add-memory-backend` do it",
             wanted.explained()
-        ));
+        )
+        .into());
     }
     plan.edits = wanted.edits;
     plan.notes.push(format!("added to the command line: {}", wanted.object));
@@ -157,10 +159,10 @@ impl Wanted {
     }
 }
 
-fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
+fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, Invalid> {
     let given = |option: &&Opt| option.name == "machine" && option.get("memory.size").is_some();
     if let Some(machine) = options.iter().find(given) {
-        return Err(format!("`-machine {}`: write the size of guest RAM as `-m`", machine.text));
+        return Err(format!("`-machine {}`: write the size of guest RAM as `-m`", machine.text).into());
     }
     let size = match memory(options) {
         None => Bytes(128 * MIB), // QEMU's own default
@@ -170,7 +172,9 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
     };
     let huge = match backing {
         Backing::Pool(pages) if !size.0.is_multiple_of(pages.size().0) => {
-            return Err(format!("guest RAM of {size} is no multiple of {}, the unit of --pool {pages}", pages.size()));
+            return Err(
+                format!("guest RAM of {size} is no multiple of {}, the unit of --pool {pages}", pages.size()).into()
+            );
         }
         Backing::Pool(pages) => format!(",hugetlb=on,hugetlbsize={}", huge_size(pages)),
         _ => String::new(),
@@ -200,9 +204,9 @@ fn is_image(device: &Opt) -> bool {
 }
 
 /// Can this backend be managed?
-fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(), String> {
+fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(), Invalid> {
     let id = object.get("id").unwrap_or_default();
-    let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head));
+    let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head).into());
     let shared = shared::is_shared(object);
     match object.head.as_str() {
         "memory-backend-memfd" if object.get("hugetlbsize").is_some_and(|size| !is_size(size, Pages::Slices)) => {

@@ -10,6 +10,8 @@
 //! out of its allocator, and returns them when QEMU has punched them out of guest RAM, which is a discard (`preload`).
 //! What an agent calls free may be in use when the host hears of it, so it is evicted like any other page.
 
+use ballast_base::Invalid;
+
 use super::command_line::Edit;
 use super::options::{Opt, options};
 
@@ -37,7 +39,7 @@ pub fn reporting(
     program: &str,
     words: &[String],
     is_huge_file: &dyn Fn(&str) -> bool,
-) -> Result<Reporting, String> {
+) -> Result<Reporting, Invalid> {
     const COST: &str = "free memory of the guest will be stored, not discarded";
     let options = options(words)?;
     let is_balloon = |option: &&Opt| match option.name.as_str() {
@@ -54,7 +56,8 @@ pub fn reporting(
             (false, true) => Err(format!(
                 "--balloon: QEMU takes one balloon only; write free-page-reporting=on for `-{} {}`",
                 balloon.name, balloon.text
-            )),
+            )
+            .into()),
         };
     }
     // Huge pages that are punched are free to others, and the guest would get none when it needs them again.
@@ -75,7 +78,7 @@ pub fn reporting(
         (None, false) => Ok(Reporting::Advise(format!(
             "the guest has no balloon with free page reporting: {COST} (--balloon adds one)"
         ))),
-        (Some(why), true) => Err(format!("--balloon: {why}")),
+        (Some(why), true) => Err(format!("--balloon: {why}").into()),
         (Some(_), false) => Ok(Reporting::Leave),
     }
 }
@@ -96,7 +99,7 @@ fn has_pci(program: &str, options: &[Opt]) -> bool {
 mod tests {
     use super::*;
 
-    fn of(wanted: bool, program: &str, line: &str) -> Result<Reporting, String> {
+    fn of(wanted: bool, program: &str, line: &str) -> Result<Reporting, Invalid> {
         let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
         reporting(wanted, program, &words, &|path| path.starts_with("/dev/hugepages"))
     }
@@ -129,7 +132,7 @@ mod tests {
         for balloon in ["-device virtio-balloon-pci,id=b", "-balloon virtio"] {
             let Ok(Reporting::Advise(why)) = of(false, "qemu-kvm", balloon) else { panic!("{balloon}") };
             assert!(why.contains(balloon) && why.contains("free-page-reporting=on"), "{why}");
-            let why = of(true, "qemu-kvm", balloon).expect_err(balloon);
+            let why = of(true, "qemu-kvm", balloon).expect_err(balloon).to_string();
             assert!(why.contains(balloon) && why.contains("one balloon only"), "{why}");
         }
     }

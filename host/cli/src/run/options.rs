@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use ballast_base::Invalid;
+
 /// One option: `-name head,key=value,...`.
 #[derive(Debug)]
 pub(super) struct Opt {
@@ -91,125 +93,12 @@ const FLAGS: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// QEMU options that take the next word, of all versions.
-const WITH_VALUE: &[&str] = &[
-    "D",
-    "L",
-    "M",
-    "accel",
-    "acpitable",
-    "action",
-    "add-fd",
-    "append",
-    "audio",
-    "audiodev",
-    "balloon",
-    "bios",
-    "blockdev",
-    "boot",
-    "bootp",
-    "bt",
-    "cdrom",
-    "chardev",
-    "chroot",
-    "clock",
-    "compat",
-    "cpu",
-    "d",
-    "debugcon",
-    "device",
-    "dfilter",
-    "display",
-    "drive",
-    "dtb",
-    "dump-vmstate",
-    "echr",
-    "fda",
-    "fdb",
-    "fsdev",
-    "fw_cfg",
-    "g",
-    "gdb",
-    "global",
-    "hda",
-    "hdachs",
-    "hdb",
-    "hdc",
-    "hdd",
-    "icount",
-    "incoming",
-    "initrd",
-    "iscsi",
-    "k",
-    "kernel",
-    "loadvm",
-    "m",
-    "machine",
-    "mem-path",
-    "mon",
-    "monitor",
-    "msg",
-    "mtdblock",
-    "name",
-    "net",
-    "netdev",
-    "nic",
-    "numa",
-    "object",
-    "option-rom",
-    "overcommit",
-    "parallel",
-    "pflash",
-    "pidfile",
-    "plugin",
-    "prom-env",
-    "qmp",
-    "qmp-pretty",
-    "qtest",
-    "qtest-log",
-    "readconfig",
-    "realtime",
-    "redir",
-    "rotate",
-    "rtc",
-    "run-with",
-    "runas",
-    "sandbox",
-    "sd",
-    "seed",
-    "semihosting-config",
-    "serial",
-    "set",
-    "shim",
-    "smb",
-    "smbios",
-    "smp",
-    "soundhw",
-    "spice",
-    "startdate",
-    "tb-size",
-    "tftp",
-    "tpmdev",
-    "trace",
-    "usbdevice",
-    "uuid",
-    "vga",
-    "virtfs",
-    "virtfs_synth",
-    "virtioconsole",
-    "vnc",
-    "watchdog",
-    "watchdog-action",
-    "writeconfig",
-    "xen-domid",
-];
-
 /// The options of a command line and of the files that it reads (`-readconfig`), in order. Words that are no option are
 /// left out.
 ///
 /// # Errors
-/// A word after an option that no known QEMU has looks like an option, and may be its value.
-pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, String> {
+/// A word that looks like an option follows one that takes a value: only the value of `-append` may look so.
+pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, Invalid> {
     let mut found = Vec::new();
     let mut index = 0;
     while index < words.len() {
@@ -219,11 +108,12 @@ pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, String> {
         };
         let next = words.get(index + 1);
         let takes_value = next.is_some() && !FLAGS.contains(&name);
-        if let Some(next) = next.filter(|next| next.starts_with('-') && takes_value && !WITH_VALUE.contains(&name)) {
+        if let Some(next) = next.filter(|next| takes_value && name != "append" && option_name(next).is_some()) {
             return Err(format!(
-                "`-{name}` is no option that `ballast run` knows, so it cannot tell whether `{next}` is its value; \
-                 write `-{name}` last"
-            ));
+                "`ballast run` cannot tell whether `{next}` is an option or the value of `-{name}`; write `-{name}` \
+                 last if it takes no value"
+            )
+            .into());
         }
         let text = if takes_value { words[index + 1].clone() } else { String::new() };
         let (head, keys) = parse(&text);

@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use ballast_base::Bytes;
+use ballast_base::{Bytes, Invalid};
 
 use super::options::Opt;
 
@@ -28,7 +28,7 @@ pub(super) fn is_shared(object: &Opt) -> bool {
 ///
 /// # Errors
 /// It is in a configuration file, whose words cannot be changed.
-pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usize, String)>, String> {
+pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usize, String)>, Invalid> {
     // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
     let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
     let is_private = match object.head.as_str() {
@@ -45,7 +45,8 @@ pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usi
         return Err(format!(
             "RAM backend {id} ({}) of -readconfig is private memory; write {MEMFD} and share=on there",
             object.head
-        ));
+        )
+        .into());
     };
     let text = written(object, huge);
     let note = format!("RAM backend {id} is shared memory now: `-object {text}`");

@@ -3,12 +3,13 @@
 //! Before: `command_line` has found a backend of guest RAM. After: the preload library maps the pool's memory in its
 //! place. Promise: pure.
 
+use ballast_base::Invalid;
 use ballast_base::pool::Pages;
 
 use super::options::Opt;
 
 /// Can memory of the pool in these pages be mapped in the place of this backend?
-pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), String> {
+pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), Invalid> {
     let is_of = |size| is_size(size, pages);
     let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").map_or(pages != Pages::Gib, is_of);
     let is_shared = object.get("share").is_none() || object.is_on("share");
@@ -20,7 +21,8 @@ pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), String> {
             object.get("id").unwrap_or_default(),
             object.head,
             huge_size(pages)
-        )),
+        )
+        .into()),
     }
 }
 

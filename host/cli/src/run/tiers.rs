@@ -9,7 +9,7 @@
 
 use std::str::FromStr;
 
-use ballast_base::{Bytes, GIB, MIB};
+use ballast_base::{Bytes, GIB, Invalid, MIB};
 
 use super::command_line::{Edit, megabytes};
 use super::options::{Opt, memory, options};
@@ -36,21 +36,21 @@ struct Tier {
 pub struct Tiers([Tier; 2]);
 
 impl FromStr for Tiers {
-    type Err = String;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let mut tiers = [None; 2];
         for part in text.split(',') {
             let (name, value) = part.split_once('=').ok_or_else(|| format!("{part:?} is no fast=SIZE or slow=SIZE"))?;
             let Some(at) = SPEED.iter().position(|(known, ..)| *known == name) else {
-                return Err(format!("there is no tier {name:?}: write fast=SIZE,slow=SIZE"));
+                return Err(format!("there is no tier {name:?}: write fast=SIZE,slow=SIZE").into());
             };
             let (size, node) = value.split_once('@').map_or((value, None), |(size, node)| (size, Some(node)));
             let size: Bytes = size.parse().map_err(|error| format!("the size of {name}: {error}"))?;
             let wrong = || format!("{name}: {:?} is no number of a node of the host", node.unwrap_or_default());
             let host_node = node.map(|node| node.parse().map_err(|_| wrong())).transpose()?;
             if tiers[at].replace(Tier { size, host_node }).is_some() {
-                return Err(format!("{name} is there twice"));
+                return Err(format!("{name} is there twice").into());
             }
         }
         let [Some(fast), Some(slow)] = tiers else {
@@ -61,7 +61,9 @@ impl FromStr for Tiers {
         for (tier, (name, ..)) in [fast, slow].iter().zip(SPEED) {
             if tier.size.0 == 0 || !tier.size.0.is_multiple_of(block) {
                 let (size, block) = (tier.size, Bytes(block));
-                return Err(format!("{name}={size} is no multiple of {block}, the part of memory that has one node"));
+                return Err(
+                    format!("{name}={size} is no multiple of {block}, the part of memory that has one node").into()
+                );
             }
         }
         Ok(Self([fast, slow]))
@@ -74,17 +76,18 @@ impl Tiers {
     }
 
     /// The changes to QEMU's command line.
-    pub fn edits(self, words: &[String]) -> Result<Vec<Edit>, String> {
+    pub fn edits(self, words: &[String]) -> Result<Vec<Edit>, Invalid> {
         let options = options(words)?;
         if let Some(option) = options.iter().find(|option| option.name == "numa" || option.name == "mem-path") {
-            return Err(format!("--tiers makes the guest's nodes; leave out `-{} {}`", option.name, option.text));
+            return Err(format!("--tiers makes the guest's nodes; leave out `-{} {}`", option.name, option.text).into());
         }
         let machine = options.iter().find(|option| option.name == "machine" && !option.text.is_empty());
         if let Some(machine) = options.iter().find(|option| option.get("memory-backend").is_some()) {
             return Err(format!(
                 "--tiers makes the backends of guest RAM; leave memory-backend out of `{}`",
                 machine.text
-            ));
+            )
+            .into());
         }
         let mut edits = Vec::new();
         let total = self.total();
@@ -92,13 +95,15 @@ impl Tiers {
             None => edits.extend(["-m".to_owned(), format!("{}M", total.0 / MIB)].map(Edit::Append)),
             Some((memory, text)) => {
                 if megabytes(text) != Some(total) {
-                    return Err(format!("`-m {}` is not the size of both tiers, {total}; leave it out", memory.text));
+                    return Err(
+                        format!("`-m {}` is not the size of both tiers, {total}; leave it out", memory.text).into()
+                    );
                 }
             }
         }
         match machine {
             Some(machine) if machine.get("hmat").is_some_and(|_| !machine.is_on("hmat")) => {
-                return Err(format!("tiers need an HMAT; leave hmat out of `-machine {}`", machine.text));
+                return Err(format!("tiers need an HMAT; leave hmat out of `-machine {}`", machine.text).into());
             }
             Some(machine) if machine.is_on("hmat") => (),
             Some(Opt { index: Some(index), text, .. }) => edits.push(Edit::Replace(*index, format!("{text},hmat=on"))),
@@ -126,11 +131,11 @@ impl Tiers {
 }
 
 /// How many CPUs the guest can have.
-fn cpus(options: &[Opt]) -> Result<u64, String> {
+fn cpus(options: &[Opt]) -> Result<u64, Invalid> {
     let Some(smp) = options.iter().rev().find(|option| option.name == "smp") else { return Ok(1) };
-    let number = |text: &str| {
+    let number = |text: &str| -> Result<u64, Invalid> {
         let number = text.parse::<u64>().ok().filter(|number| *number > 0);
-        number.ok_or_else(|| format!("`-smp {}`: {text:?} is no number of CPUs", smp.text))
+        number.ok_or_else(|| format!("`-smp {}`: {text:?} is no number of CPUs", smp.text).into())
     };
     if let Some(most) = smp.get("maxcpus").or_else(|| smp.get("cpus")) {
         return number(most);
@@ -149,7 +154,7 @@ fn cpus(options: &[Opt]) -> Result<u64, String> {
 mod tests {
     use super::*;
 
-    fn with(tiers: &str, line: &str) -> Result<String, String> {
+    fn with(tiers: &str, line: &str) -> Result<String, Invalid> {
         let mut words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
         for edit in tiers.parse::<Tiers>()?.edits(&words.clone())? {
             match edit {
@@ -199,7 +204,7 @@ mod tests {
             ("fast=1G,slow=1G", "-machine q35,hmat=off", "leave hmat out"),
             ("fast=1G,slow=1G", "-smp cpus=many", "\"many\" is no number of CPUs"),
         ] {
-            let said = with(tiers, line).expect_err(tiers);
+            let said = with(tiers, line).expect_err(tiers).to_string();
             assert!(said.contains(reason), "{tiers} {line}: {said}");
         }
     }

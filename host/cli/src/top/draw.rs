@@ -30,8 +30,6 @@ Up, Down   select a VM; Enter shows it, Esc goes back
 /          search in names, states and reasons; Esc ends the search
 n z m l f  sort by name, size, resident, limit, far
 t p        sort by stall, fault time; r reverses the order
-Space      a recording: stop, go on
-Left Right a recording: a look back, on; Home, End
 q          end
 
 STALL10    part of the last 10 s for which the VM waited for memory
@@ -212,13 +210,10 @@ impl Screen {
         if let Some(error) = &self.error {
             wrapped(format!("NOT ANSWERING, figures are old: {}", shown(error)), BAD);
         }
-        if let Some(tape) = &self.tape {
-            wrapped(tape.clone(), Style::new());
-        }
         if let Some(warning) = self.look.host.warnings.first() {
             wrapped(shown(warning).to_string(), BAD);
         }
-        if self.look.vms.is_empty() && self.error.is_none() && self.tape.is_none() {
+        if self.look.vms.is_empty() && self.error.is_none() {
             wrapped("no VM is attached; `ballast run -- qemu-system-x86_64 ...` starts one".into(), Style::new());
         }
         if self.pane == Pane::Search || !self.search.is_empty() {

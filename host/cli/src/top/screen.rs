@@ -38,7 +38,7 @@ impl Sort {
     }
 }
 
-/// Why a VM waits or keeps its memory; a recording may lack it.
+/// Why a VM waits or keeps its memory, else what is odd about its settings.
 pub fn why(vm: &VmStat) -> Option<&str> {
     vm.why.as_deref().or_else(|| vm.warnings.first().map(String::as_str))
 }
@@ -66,10 +66,6 @@ pub enum Asked {
     End,
     /// Figures of the VM that is now shown.
     More,
-    /// Another look of the tape: so many on, or back.
-    Step(isize),
-    /// The tape stops or goes on.
-    Pause,
 }
 
 /// The state that is drawn.
@@ -87,8 +83,6 @@ pub struct Screen {
     pub selected: Option<String>,
     /// Why figures are old.
     pub error: Option<String>,
-    /// Where the tape is, if there is one.
-    pub tape: Option<String>,
     /// Whether keys are read: then the last line shows some.
     pub is_live: bool,
 }
@@ -133,11 +127,6 @@ impl Screen {
             (Pane::Search, code) => self.search_key(code),
             (_, KeyCode::Char('q')) => return Asked::End,
             (_, KeyCode::Char('?' | 'h')) => self.pane = Pane::Help,
-            (_, KeyCode::Char(' ')) if self.tape.is_some() => return Asked::Pause,
-            (_, KeyCode::Left) => return Asked::Step(-1),
-            (_, KeyCode::Right) => return Asked::Step(1),
-            (_, KeyCode::Home) => return Asked::Step(isize::MIN),
-            (_, KeyCode::End) => return Asked::Step(isize::MAX),
             (pane, KeyCode::Up | KeyCode::Char('k')) => return self.move_by(pane, -1),
             (pane, KeyCode::Down | KeyCode::Char('j')) => return self.move_by(pane, 1),
             (pane, KeyCode::PageUp) => return self.move_by(pane, -10),

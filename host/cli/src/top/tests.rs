@@ -1,6 +1,6 @@
-//! Frames of `ballast top` in buffers of several sizes, what keys do, and recordings.
+//! Frames of `ballast top` in buffers of several sizes, and what keys do.
 
-use ballast_api::{HostStat, Latency, Psi, Stall, VmHistory, VmStat, VmStatus};
+use ballast_api::{HostStat, Latency, Psi, Stall, VmStat, VmStatus};
 use ballast_base::{GIB, MIB};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -225,63 +225,4 @@ fn a_tiny_terminal_is_no_reason_to_fail() {
             drawn(&Screen { more: More { history: past(3), ..More::default() }, ..screen }, width, height);
         }
     }
-}
-
-#[test]
-fn a_recording_of_looks_is_shown_step_by_step_with_its_past() {
-    let look = |nr: u64| {
-        let vms = vec![vm("web", VmStatus::Running, 100 * nr, 10, 0.0)];
-        serde_json::to_string(&Look { at_unix_ms: nr * 1000, host: HostStat::default(), vms }).expect("JSON")
-    };
-    let mut tape = Tape::of(&format!("{}\n\n{}\n{}\n", look(2), look(1), look(3))).expect("a recording");
-    assert_eq!((tape.position(), tape.look().at_unix_ms), ((1, 3), 1000), "they are sorted");
-    tape.step(isize::MAX);
-    assert_eq!(tape.past().vms["web"].resident_bytes, [100, 200, 300].map(|mib| mib * MIB));
-    assert_eq!(tape.more("web").history.at_unix_s, [1, 2, 3]);
-    tape.step(isize::MIN);
-    assert_eq!(tape.position(), (1, 3));
-    let mut source = Source::Tape(tape);
-    let mut screen = Screen::default();
-    source.tick();
-    source.fill(&mut screen).expect("filled");
-    let frame = screen.plain(80);
-    assert!(frame.contains("recording: 2 of 3, 1970-01-01 00:00:02") && frame.contains("200 MiB"), "{frame}");
-}
-
-#[test]
-fn answers_of_the_history_are_a_recording_too() {
-    let full = History {
-        size_bytes: vec![GIB; 3],
-        zero_bytes: vec![0; 3],
-        limit_bytes: vec![None, Some(MIB), None],
-        other_bytes: vec![Some(5 * GIB); 3],
-        store_bytes: vec![7 * MIB; 3],
-        ..past(3)
-    };
-    let host = serde_json::to_string(&full).expect("JSON");
-    let vms = vec![VmHistory { name: "web".into(), history: full.clone() }];
-    let vms = serde_json::to_string(&vms).expect("JSON");
-    let mut tape = Tape::of(&format!("{host}\n{vms}\n")).expect("a recording");
-    tape.step(1);
-    let look = tape.look();
-    assert_eq!((look.host.store_bytes, look.vms.len(), look.vms[0].limit_bytes), (7 * MIB, 1, Some(MIB)));
-    assert_eq!((look.vms[0].name.as_str(), look.vms[0].stall.some.avg10), ("web", 1.0));
-    assert_eq!(tape.position(), (2, 3));
-}
-
-#[test]
-fn a_line_that_is_no_look_is_refused_by_its_number() {
-    let short = serde_json::to_string(&History { at_unix_s: vec![1, 2], ..History::default() }).expect("JSON");
-    for (text, wanted) in [
-        ("", "no look is in it"),
-        ("\n{\"host\":", "Line 2"),
-        ("{\"vms\":[]}", "neither a look"),
-        ("{\"host\":{},\"vms\":[],\"at_unix_ms\":1}", "missing field"),
-        (&short, "the column size_bytes has 0 samples, and there are 2 times"),
-    ] {
-        let error = format!("{:#}", Tape::of(text).expect_err("refused"));
-        assert!(error.contains(wanted), "{text:?}: {error}");
-    }
-    let missing = format!("{:#}", Tape::open("/nonexistent/tape".as_ref()).expect_err("not there"));
-    assert!(missing.contains("/nonexistent/tape"), "{missing}");
 }

@@ -1,7 +1,7 @@
 //! Adopted VMs as the API shows and changes them.
 //!
-//! Before: [`super`] was asked for a VM that did not attach, or to adopt one. After: numbers of the kernel and of
-//! counts of pages; or a change that is in the file of adopted VMs.
+//! Before: [`super`] was asked for a VM that did not attach, or to adopt one. After: figures of the kernel and of page
+//! counts; or a change in the file of adopted VMs.
 //! Threads: those of the API. Units: bytes and microseconds, in the field names.
 //! Promise: `size = resident + far + zero + untouched`. What only the pager can know is 0 or null.
 
@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
+use anyhow::bail;
 use ballast_adopt::How;
 use ballast_adopt::swap::Swap;
 use ballast_api::{
@@ -26,10 +27,10 @@ use crate::engine::host::Host;
 use crate::engine::served::SMALLEST_LIMIT;
 use crate::http::ChangeError;
 
-/// The figures of a VM; `None` if its VMM has ended.
-pub(super) fn stat(vm: &AdoptedVm, adopted: &AdoptedVms) -> Option<VmStat> {
+/// The figures of a VM; `None` if its VMM has ended. `swap`: the host's, now.
+pub(super) fn stat(vm: &AdoptedVm, adopted: &AdoptedVms, swap: &Swap) -> Option<VmStat> {
     let figures = vm.figures(adopted.restore_us()).ok()?;
-    let (terms, memory, swap) = (vm.terms(), figures.memory, Swap::now());
+    let (terms, memory) = (vm.terms(), figures.memory);
     let pinned = vm.vm.pinned();
     let blocked = vm.blocked().filter(|_| terms.effective_limit().is_some() || pinned.is_none());
     let limit_bytes = terms.limit.map(|limit| limit.0);
@@ -88,7 +89,6 @@ fn shown(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Change a VM.
 pub(super) fn patch(host: &Host, governor: &Governor, vm: &AdoptedVm, patch: &VmPatch) -> Result<VmStat, ChangeError> {
     let invalid = |why: &str| Err(ChangeError::Invalid(why.to_owned()));
     if patch.balloon.is_some() {
@@ -100,38 +100,38 @@ pub(super) fn patch(host: &Host, governor: &Governor, vm: &AdoptedVm, patch: &Vm
     let before = vm.terms();
     let limit = patch.limit_bytes.map_or(before.limit, |limit| limit.map(Bytes));
     let after = patch.settings_after(before.settings);
-    governor.admit_adopted(host, vm, after, limit).map_err(ChangeError::Invalid)?;
+    governor.admit_adopted(host, vm, after, limit)?;
     said::change(host, &before.name, patch.limit_bytes.map(|_| limit), (before.settings, after));
-    stat(vm, &host.adopted).ok_or(ChangeError::NotFound)
+    stat(vm, &host.adopted, &Swap::now()).ok_or(ChangeError::NotFound)
 }
 
 /// Adopt what the request names.
-pub(super) fn adopt(host: &Host, request: &AdoptRequest) -> Result<AdoptResult, String> {
+pub(super) fn adopt(host: &Host, request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
     let (adopted, taken) = (&host.adopted, worker::taken(host));
     let AdoptRequest { pid, vm, name } = request;
     let mut result = AdoptResult::default();
     let pid = match (pid, vm) {
-        (Some(_), Some(_)) => return Err("a pid and a name are given; one is enough".into()),
+        (Some(_), Some(_)) => bail!("a pid and a name are given; one is enough"),
         (Some(pid), None) => *pid,
         (None, Some(vm)) => match AdoptedVms::named(vm)[..] {
             [pid] => pid,
-            [] => return Err(format!("no VMM of this host has the name {vm:?} on its command line")),
-            ref pids => return Err(format!("several VMMs have the name {vm:?}, with the pids {pids:?}; name a pid")),
+            [] => bail!("no VMM of this host has the name {vm:?} on its command line"),
+            ref pids => bail!("several VMMs have the name {vm:?}, with the pids {pids:?}; name a pid"),
         },
-        (None, None) if name.is_some() => return Err("a new name is for one VM; name its pid".into()),
+        (None, None) if name.is_some() => bail!("a new name is for one VM; name its pid"),
         (None, None) => {
             let (vms, refused) = adopted.adopt_all(&taken, false);
-            result.adopted = vms.iter().filter_map(|vm| stat(vm, adopted)).collect();
+            let swap = adopted.swap();
+            result.adopted = vms.iter().filter_map(|vm| stat(vm, adopted, &swap)).collect();
             result.refused = refused;
             return Ok(result);
         }
     };
     let vm = adopted.adopt(pid, name.as_deref(), &taken)?;
-    result.adopted.extend(stat(&vm, adopted));
+    result.adopted.extend(stat(&vm, adopted, &Swap::now()));
     Ok(result)
 }
 
-/// Release a VM.
 pub(super) fn release(host: &Arc<Host>, name: &str, bring_back: bool) -> Result<VmStat, ChangeError> {
     let Some(vm) = host.adopted.by_name(name) else {
         let is_paged = host.by_name(name).is_some();
@@ -141,7 +141,7 @@ pub(super) fn release(host: &Arc<Host>, name: &str, bring_back: bool) -> Result<
             ChangeError::NotFound
         });
     };
-    let last = stat(&vm, &host.adopted).ok_or(ChangeError::NotFound)?;
+    let last = stat(&vm, &host.adopted, &Swap::now()).ok_or(ChangeError::NotFound)?;
     if !bring_back {
         host.adopted.forget(&vm, true);
         return Ok(last);
@@ -152,5 +152,5 @@ pub(super) fn release(host: &Arc<Host>, name: &str, bring_back: bool) -> Result<
         return Err(ChangeError::Invalid(format!("{far} of it are in swap, and the host has {available} for them")));
     }
     worker::bring_back(host.clone(), vm.clone()).map_err(|error| ChangeError::Invalid(error.to_string()))?;
-    stat(&vm, &host.adopted).ok_or(ChangeError::NotFound)
+    stat(&vm, &host.adopted, &Swap::now()).ok_or(ChangeError::NotFound)
 }

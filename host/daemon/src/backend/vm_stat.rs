@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use ballast_api::{
     AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, NodeStat, PickedStat, Psi,
-    ReclaimCounts, RegionStat, RestoreStages, ServiceRestores, Stall, TierStat, TieringStat, TieringState, VmClass,
-    VmKind, VmStat, VmStatus,
+    ReclaimCounts, RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmKind, VmStat,
+    VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{PAGE_SIZE, PageCount};
@@ -24,7 +24,6 @@ use crate::engine::governor::operator;
 use crate::engine::served::Served;
 use crate::http::Histogram;
 
-/// The figures of a VM.
 pub(super) fn stat(served: &Served) -> VmStat {
     let vm = &served.vm;
     let stats = vm.stats();
@@ -69,7 +68,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
         pinned_pages: vm.pinned.pages().0,
         pinned_long_pages: vm.pinned.long().0,
         far_bytes: memory.far.0,
-        // A page on its way has a copy that does not count yet.
+        // A page in transit has a copy that does not count yet.
         far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),
         far_remote_bytes: PageCount(remote.pages).bytes().0.min(memory.far.0),
         zero_bytes: memory.zero.0,
@@ -140,12 +139,12 @@ pub(super) fn stat(served: &Served) -> VmStat {
     }
 }
 
-/// Bytes of a number of pages that a guest says.
+/// Bytes of a number of pages that a guest reported.
 fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_SIZE as u64)
 }
 
-/// What its guest's agent says, if its VMM shows the port of one.
+/// The state of its guest's agent, if its VMM shows the port of one.
 fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> {
     let state = match shown.state {
         told::State::NoPort => return None,
@@ -178,12 +177,6 @@ fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> 
         free_bytes: bytes(shown.free_pages),
         restored_pages: shown.restored_pages,
         service_restored_pages: shown.tick.service_restores,
-        restored_for: ServiceRestores {
-            khugepaged_pages: shown.tick.by_service.khugepaged,
-            compaction_pages: shown.tick.by_service.compaction,
-            reclaim_pages: shown.tick.by_service.reclaim,
-            writeback_pages: shown.tick.by_service.writeback,
-        },
         services_tuned: shown.tick.tuned,
         collapsed_huge_pages: shown.tick.collapsed,
         compacted_pages: shown.tick.compacted,
@@ -201,7 +194,7 @@ fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> 
     })
 }
 
-/// What it says of tiering.
+/// The agent's state of tiering.
 fn tiering(said: told::Tiering) -> Option<TieringStat> {
     let state = match said.state {
         told::TieringState::Off => return None,
@@ -224,18 +217,15 @@ fn tiering(said: told::Tiering) -> Option<TieringStat> {
         fast_hits_bp: said.hits.map(|share| share.min(10_000)),
         samples: said.samples,
         ranges: said.ranges,
-        splits: said.splits,
         promoted_bytes: bytes(said.promoted),
         demoted_bytes: bytes(said.demoted),
         stayed_pages: said.stayed,
         cpu_us: said.cpu_us,
-        classifier_cpu_us: said.classifier_cpu_us,
         note: said.note,
-        source: said.source,
     })
 }
 
-/// The figures of each region. Those of an only region are the VM's; those of several are counted by their words.
+/// The figures of each region. A single region has the VM's figures; several are counted from their words.
 fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
     let (only, records) = (regions.len() == 1, vm.state.regions());

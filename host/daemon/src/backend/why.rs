@@ -1,8 +1,9 @@
-//! Why a VM waits, or why its memory does not go, in words; and what the host lacks. For the page, `ballast top` and
-//! other programs.
+//! Text for operators: why a VM waits, or why its memory is not reclaimed; and what the host lacks.
 //!
-//! Before: the figures of VMs and of the host are read. After: sentences beside them. Threads: those of the API.
-//! Promise: a VM that runs and does not wait has no sentence, unless somebody should know something about its memory.
+//! Before: the figures of VMs and of the host are read. After: sentences beside them.
+//! Threads: those of the API.
+//! Promise: a VM that runs and does not wait has no sentence, unless an operator should know something about its
+//! memory.
 
 use std::collections::HashMap;
 
@@ -10,20 +11,22 @@ use ballast_api::{Event, HostStat, VmClass, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_policy::{HostState, Kind};
 
-/// A VM waits if it stalls for more than this part of the time, in percent.
+/// A VM waits if it stalls for more than this percentage of the time.
 const WAITS_PERCENT: f64 = 1.0;
-/// Events that say why a VM waits, and how long they hold unless another one says that it is over.
+/// Events that explain why a VM waits, and how long they hold unless another one ends them.
 const TROUBLES: [&str; 5] = ["fault-waits", "store-late", "spill-unavailable", "store-busy", "vm-stuck"];
 const OVER: [&str; 2] = ["store-back", "spill-back"];
 const TROUBLE_LASTS_MS: u64 = 600_000;
 /// Most VMs that a warning of the host names.
 const NAMED: usize = 3;
 
-/// What the sentences about a VM need of the host.
+/// Facts about the host for the sentences about a VM.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
     pub policy: Kind,
     pub state: Option<HostState>,
+    /// DRAM for all guests, while a policy decides.
+    pub budget_bytes: u64,
     pub store_bytes: u64,
     pub store_budget_bytes: u64,
     /// The last trouble of each VM.
@@ -44,13 +47,13 @@ pub(super) fn troubles<'a>(events: impl IntoIterator<Item = &'a Event>, now_unix
     last
 }
 
-/// Whether a store has no room, or little. 1/4 of it is kept for VMs that have used less of it than others, and the
-/// last part stays empty, because pages differ in length.
+/// Whether a store has no space, or little. 1/4 of it is reserved for VMs that have used less of it than others, and
+/// the last part stays empty, because pages differ in length.
 fn is_full(used: u64, budget: u64) -> bool {
     budget > 0 && used >= budget - budget / 4 - budget / 16
 }
 
-/// Whether the store refused pages of a VM that has more than it may have.
+/// Whether the store refused pages of a VM above its limit.
 fn is_refused(vm: &VmStat, store_bytes: u64, store_budget_bytes: u64) -> bool {
     let is_above = vm.lower_limit().is_some_and(|limit| vm.resident_bytes > limit + limit / 50);
     is_above && vm.reclaim.store_full_events > 0 && is_full(store_bytes, store_budget_bytes)
@@ -60,7 +63,7 @@ fn is_short(state: Option<HostState>) -> bool {
     state.is_some_and(|state| state >= HostState::Soft)
 }
 
-/// Why the VM waits, or why its memory does not go.
+/// Why the VM waits, or why its memory is not reclaimed.
 pub(super) fn of_vm(vm: &VmStat, facts: &Facts) -> Option<String> {
     let mut said = Vec::new();
     match (vm.status, &vm.status_reason) {
@@ -99,13 +102,13 @@ fn waits(vm: &VmStat, limit: Option<u64>, facts: &Facts) -> String {
     let by = match (vm.limit_bytes == Some(limit), facts.policy) {
         (true, _) => "its operator's limit".to_owned(),
         (false, Kind::None) => "the plan of a program".to_owned(),
-        (false, policy) => format!("the policy {policy}"),
+        (false, policy) => format!("the policy {policy}, for which all VMs may have {},", Bytes(facts.budget_bytes)),
     };
     let short = if is_short(facts.state) { " The host is short of memory." } else { "" };
     format!("{share}: {by} holds it at {}, and it uses more.{short}", Bytes(limit))
 }
 
-/// Why it has more than its limit, if that is known.
+/// Why it is above its limit, if that is known.
 fn above(vm: &VmStat, limit: u64, facts: &Facts) -> Option<String> {
     let (over, pinned) = (vm.resident_bytes - limit, vm.pinned_pages * PAGE_SIZE as u64);
     let (used, budget) = (facts.store_bytes, facts.store_budget_bytes);
@@ -140,8 +143,8 @@ pub(super) fn of_host(host: &HostStat, vms: &[VmStat]) -> Vec<String> {
         };
         let names = refused[..refused.len().min(NAMED)].join(", ");
         said.push(format!(
-            "The store is full ({used} of {budget}), so VMs have more than they may have: {names}{more}. Raise \
-             store_budget, add [spill], or raise limits."
+            "The store is full ({used} of {budget}), so VMs have more than they may have: {names}{more}. In \
+             ballastd.toml raise store_budget or add [spill], a disk; or raise the limits of these VMs."
         ));
     }
     if host.file_budget_bytes > 0 && host.file_bytes >= host.file_budget_bytes - host.file_budget_bytes / 64 {
@@ -173,18 +176,27 @@ mod tests {
     }
 
     fn facts() -> Facts {
-        Facts { policy: Kind::Maestro, store_bytes: MIB, store_budget_bytes: 64 * MIB, ..Facts::default() }
+        Facts {
+            policy: Kind::Maestro,
+            budget_bytes: 300 * MIB,
+            store_bytes: MIB,
+            store_budget_bytes: 64 * MIB,
+            ..Facts::default()
+        }
     }
 
     #[test]
-    fn a_vm_that_waits_says_who_holds_it_at_what() {
+    fn a_waiting_vm_has_a_sentence_with_the_limit_and_its_owner() {
         let say = |vm: &VmStat| of_vm(vm, &facts()).unwrap_or_default();
         assert_eq!(say(&vm(Some(100), None, 100, 0.2)), "");
         let held = say(&vm(Some(100), Some(200), 99, 12.34));
         let wanted = "It waits 12.3 % of the time for memory that is far: its operator's limit holds it at 100 MiB, \
                       and it uses more.";
         assert_eq!(held, wanted);
-        assert!(say(&vm(Some(300), Some(200), 199, 5.0)).contains("the policy maestro holds it at 200 MiB"));
+        assert!(
+            say(&vm(Some(300), Some(200), 199, 5.0))
+                .contains("the policy maestro, for which all VMs may have 300 MiB, holds it at 200 MiB")
+        );
         assert!(say(&vm(None, None, 50, 5.0)).ends_with("memory comes back as it is touched."));
         let short = Facts { state: Some(HostState::Hard), ..facts() };
         let text = of_vm(&vm(None, Some(100), 100, 5.0), &short).expect("it waits");
@@ -192,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_above_its_limit_says_what_keeps_its_memory() {
+    fn a_vm_above_its_limit_has_a_sentence_with_the_reason() {
         let full = Facts { store_bytes: 60 * MIB, ..facts() };
         let mut above = vm(Some(100), None, 130, 0.0);
         assert_eq!(of_vm(&above, &full), None, "its memory is on its way");
@@ -211,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trouble_is_said_until_it_is_over() {
+    fn a_trouble_is_mentioned_until_it_ends() {
         let event = |at_unix_ms, vm: &str, kind: &str| Event {
             at_unix_ms,
             vm: Some(vm.into()),
@@ -247,7 +259,9 @@ mod tests {
         let said = of_host(&short, &[above]);
         assert!(
             said[0].contains("1 MiB of 1 GiB")
-                && said[1].contains("full (64 MiB of 64 MiB), so VMs have more than they may have: web. R")
+                && said[1].contains(
+                    "full (64 MiB of 64 MiB), so VMs have more than they may have: web. In ballastd.toml raise"
+                )
         );
         assert_eq!(said.len(), 2);
     }

@@ -1,9 +1,10 @@
-//! Check: tells whether this engine could serve a VM that another engine serves at this moment.
+//! Checks whether this engine could serve a VM that another engine serves now.
 //!
-//! Before: this engine is to follow another one; the keeper sends each VM's descriptors. After: nothing has changed,
-//! and the keeper knows that this engine can open the VM; or the obstacle, and where it is.
-//! Threads: the VM's worker. Promise: it only reads. It checks everything that opening would refuse: layouts, words,
-//! store numbers, RAM files. Unfinished work of the other engine is no reason to refuse: recovery repairs it if needed.
+//! Before: this engine will follow another one; the keeper sends each VM's descriptors. After: nothing has changed, and
+//! the keeper knows that this engine can open the VM, or the reason why not.
+//! Threads: the VM's worker.
+//! Promise: it only reads. It checks everything for which opening would fail: layouts, words, store numbers, RAM files.
+//! Unfinished work of the other engine is no reason to refuse, because recovery repairs it.
 
 use std::os::fd::OwnedFd;
 
@@ -18,10 +19,7 @@ use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::shared::Engine;
 
 impl Engine {
-    /// Check this VM; see the head of this file.
-    ///
-    /// # Errors
-    /// The part that this engine could not open, or does not understand.
+    /// Checks this VM. The error says which part this engine cannot open.
     pub(super) fn check_vm(
         &self,
         id: VmId,
@@ -39,7 +37,7 @@ impl Engine {
             arena::inspect(&arena::GROUP, group)?;
         }
         if let Some([_, index]) = &file {
-            // The file itself is on a disk, which may not respond; opening does not wait for it either.
+            // The file itself is on a disk, which may not respond; opening does not wait for it, either.
             arena::inspect(&arena::INDEX, index)?;
         }
         let ram = ram_files(fds.collect(), files)?;
@@ -50,11 +48,11 @@ impl Engine {
         let mut numbers = vec![RAM_STORE];
         numbers.extend(file.map(|_| FILE_STORE));
         numbers.extend(group.map(|_| GROUP_STORE));
-        // Without a cluster in the settings its pages wait (`missing`).
+        // Without a cluster in the settings, its pages wait (`missing`).
         numbers.extend((self.host.remote.is_some() || state.cluster() != 0).then_some(REMOTE_STORE));
         let seen = inspect(&state, &numbers)?;
         let Inspected { words, far, moving } = seen;
-        tracing::info!(vm = state.name(), words, far, moving, "looked through: this engine could serve it");
+        tracing::info!(vm = state.name(), words, far, moving, "checked: this engine could serve it");
         Ok(seen)
     }
 }

@@ -1,19 +1,17 @@
-//! The scan for foreign mappers: no page leaves a VM while a process maps RAM of it that it has not attached with.
+//! The scan for foreign mappers: no page leaves a VM while a process maps RAM of it without having attached.
 //!
-//! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
-//! pages are restored; a VM whose foreign mappers are gone is released.
-//! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
-//! Promise: a VM is not reclaimed from before a scan that began after its view or its first limit was known. All
-//! requests made meanwhile share one scan, so its cost does not depend on their number. Processes that cannot be
-//! examined are reported once. A scan that failed releases no VM; the next is 5 s later. Nor does one that left
-//! processes to the next, which begins at once, because it had read enough of their user; nor one for a VM that was
-//! changing: whose RAM was being unplugged, or a process of which was about to be served.
+//! Before: a view was added, a limit was set, or [`EVERY`] has passed. After: VMs with foreign mappers are held, and
+//! their pages are restored; a VM whose foreign mappers are gone is released.
+//! Threads: one, which other processes may delay; pages are restored on a thread of the VM.
+//! Promise: a VM is not reclaimed before the end of a scan that began after its view or its first limit was known. All
+//! requests during a scan share the next one, so the cost does not depend on their number. Processes that cannot be
+//! examined are reported once. A failed scan releases no VM, and is repeated after 5 s. Nor is a VM
+//! released if, during the scan, its RAM was being unplugged or a process was about to be served.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ballast_handover::known::Files;
 use ballast_handover::mappers::{self, Mapped, Processes, Scan};
 use ballast_handover::places::{Place, Places};
 use ballast_pager::vm::Hold;
@@ -31,25 +29,18 @@ use super::served::Served;
 
 /// Time between scans.
 const EVERY: Duration = Duration::from_secs(5);
-/// The scan rests this many times as long as its last scan took, at most [`LONGEST_REST`], so that VMs that come one
-/// after the other share scans as well.
+/// The scan rests for this many times the duration of the last one, at most [`LONGEST_REST`], so that VMs that come in
+/// a row share scans.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(250);
-/// Bytes of memory maps that a scan reads of one user's processes. While a VM waits for a scan that leaves none, each
-/// scan reads twice as much as the one before.
-const MOST_OF_A_USER: u64 = 32 << 20;
-/// After these, a scan reads all.
-const MOST_DOUBLINGS: u32 = 20;
 
-/// Start the thread that scans; when a VM is sent to it, it scans at once.
+/// Starts the scanning thread, which scans at once for a VM that is sent to it.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut scanner =
-        Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false, doublings: 0 };
+    let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false };
     std::thread::Builder::new().name("mapper-scan".into()).spawn(move || {
         loop {
-            let every = if scanner.doublings > 0 { Duration::ZERO } else { EVERY };
-            match asked.recv_timeout(every) {
+            match asked.recv_timeout(EVERY) {
                 Ok(_) => asked.try_iter().for_each(drop),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
@@ -69,18 +60,16 @@ struct Scanner {
     unreadable: HashSet<Process>,
     /// The last scan failed, as reported.
     failed: bool,
-    /// Scans in a row that left processes, while a VM waited for one that leaves none.
-    doublings: u32,
 }
 
 impl Scanner {
-    /// Scan for all VMs that need it: those that requested it are among them.
+    /// Scans for all VMs that need it, including those that requested it.
     fn scan(&mut self) {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_scan).collect();
         if wanted.is_empty() {
             return;
         }
-        // A VM without a scan grows beyond its limit. No VM waits for any other scan, whose cost is any user's choice.
+        // A VM that waits for its first scan grows beyond its limit. No VM waits for other scans.
         let waits = |(served, _): &(Arc<Served>, u64)| {
             served.vm.is_held_for(Hold::Unchecked) && served.vm.effective_limit().is_some()
         };
@@ -90,13 +79,7 @@ impl Scanner {
             run_beside()
         }
         let owners: Vec<Owner> = wanted.iter().map(|(served, _)| Owner::of(served)).collect();
-        let most = MOST_OF_A_USER << self.doublings.min(MOST_DOUBLINGS);
-        let scan = scan_for_foreign_mappers(&mut self.processes, &owners, most);
-        let is_held = |(served, _): &(Arc<Served>, u64)| {
-            [Hold::Unchecked, Hold::Shared].into_iter().any(|hold| served.vm.is_held_for(hold))
-        };
-        let is_unfinished = !scan.left.is_empty() && wanted.iter().any(is_held);
-        self.doublings = if is_unfinished { self.doublings + 1 } else { 0 };
+        let scan = scan_for_foreign_mappers(&mut self.processes, &owners);
         if scan.failed != self.failed {
             let (kind, text) = if scan.failed {
                 (
@@ -132,8 +115,8 @@ fn unreadable_text(processes: &[Process]) -> String {
     )
 }
 
-/// Three kinds of VMs need a scan: those from which pages may go, those that wait for one, and those with a foreign
-/// mapper that may have gone. Returns the VM with the number of the scan it waits for.
+/// VMs that need a scan: those from which pages may be evicted, those that wait for one, and those with a foreign
+/// mapper that may be gone. Returns the VM with the number of the scan that it waits for.
 fn wants_scan(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
     let asked = served.asked();
@@ -147,27 +130,25 @@ fn ram_of(regions: &[Arc<Region>]) -> FileRanges {
     regions.iter().filter(|region| !region.is_removed()).flat_map(|region| region.places()).collect()
 }
 
-/// The RAM of a VM, and which processes may map which of it.
+/// The RAM of a VM, and the processes that may map it.
 struct Owner {
     ram: FileRanges,
-    files: Files,
-    /// Its processes, and the RAM that each must not map: a region that the keeper did not take from it, say.
+    /// Its processes, with the RAM that each must not map: a region that the keeper did not take from it, say.
     outside: HashMap<u32, FileRanges>,
-    /// Where its processes map what of it, as they have announced, if that is known. Anywhere else they are not served.
+    /// Where its processes announced to map it, if known. Elsewhere they are not served.
     places: HashMap<u32, Places>,
-    /// What a process must not map is not known: a process that is about to be served has no view yet; one that unplugs
-    /// RAM maps it where it is not served any more.
+    /// What a process must not map is unknown: a process that is about to be served has no view yet, or one that
+    /// unplugs RAM still maps it where it is no longer served.
     is_changing: bool,
 }
 
 impl Owner {
     fn of(served: &Served) -> Self {
         let vm = &served.vm;
-        // First: one that ends meanwhile counts.
+        // First, so that an unplug that ends now still counts.
         let is_unplugging = vm.is_held_for(Hold::Unplug);
-        // Before the RAM: of a region that is unplugged meanwhile neither counts.
+        // Before the RAM, so that a region that is unplugged now counts in neither.
         let regions = vm.regions();
-        let files = regions.iter().flat_map(|region| region.files()).map(|file| (file.id, file.handle())).collect();
         let ram = ram_of(&regions);
         let views = vm.views();
         let mut places = HashMap::new();
@@ -180,24 +161,24 @@ impl Owner {
         let pids: Vec<_> = served.pids().into_iter().map(|pid| (pid, outside(pid))).collect();
         let is_changing = is_unplugging || pids.iter().any(|(_, outside)| outside.is_none());
         let pids = pids.into_iter().map(|(pid, outside)| (pid, outside.unwrap_or_default()));
-        // This engine queries the pages of a file of hugetlbfs through a mapping that is never touched.
+        // This engine queries the pages of a hugetlbfs file through a mapping that it never touches.
         let outside = pids.chain([(std::process::id(), FileRanges::default())]).collect();
-        Self { ram, files, outside, places, is_changing }
+        Self { ram, outside, places, is_changing }
     }
 
-    /// Does this process map what it may not, or what it may, but elsewhere, if it maps `found`?
+    /// Whether this process, which maps `found`, maps what it must not, or elsewhere.
     fn is_foreign(&self, process: &Process, found: &Mapped) -> bool {
         self.outside.get(&process.pid).unwrap_or(&self.ram).overlap(&found.files).is_some()
             || self.maps_elsewhere(process, found)
     }
 
-    /// Does a process that is served map RAM elsewhere, too?
+    /// Whether a served process also maps RAM elsewhere.
     fn maps_elsewhere(&self, process: &Process, found: &Mapped) -> bool {
         self.places.contains_key(&process.pid) && self.ram.overlap(&found.elsewhere).is_some()
     }
 }
 
-/// Where a process maps a region.
+/// The places where a process maps a region.
 fn places_of(region: &Region, view: &View) -> Vec<Place> {
     let Some(base) = view.base(region.number) else { return Vec::new() };
     let mut next = base.0;
@@ -209,13 +190,13 @@ fn places_of(region: &Region, view: &View) -> Vec<Place> {
     region.places().into_iter().map(place).collect()
 }
 
-/// Scan twice for processes that map RAM of one of these VMs where they are not served.
-fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner], most: u64) -> Scan {
+/// Scans twice for processes that map RAM of one of these VMs where they are not served.
+fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan {
     let mut of_file: HashMap<FileId, Vec<&Owner>> = HashMap::new();
     for owner in owners {
         owner.ram.files().for_each(|file| of_file.entry(file).or_default().push(owner));
     }
-    let all = owners.iter().flat_map(|owner| owner.files.clone()).collect();
+    let all = of_file.keys().copied().collect();
     let attached = owners.iter().flat_map(|owner| owner.outside.keys()).copied().collect();
     let mut announced: HashMap<u32, Vec<Place>> = HashMap::new();
     for (pid, places) in owners.iter().flat_map(|owner| &owner.places) {
@@ -224,16 +205,16 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner], most: u
     let announced = announced.into_iter().map(|(pid, places)| (pid, places.into_iter().collect())).collect();
     // A process is known if it is served wherever it maps RAM of a VM; of a file that several VMs share, only their
     // parts count.
-    mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), most, |process, found| {
+    mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), |process, found| {
         let mut owners = found.files.files().filter_map(|file| of_file.get(&file)).flatten();
         owners.all(|owner| !owner.is_foreign(process, found))
     })
 }
 
-/// Hold or release this VM after a scan. When that began, the VM was like `before`, and `asked` scans of it had been
-/// requested.
+/// Holds or releases this VM after a scan. When the scan began, the VM was like `before`, and `asked` scans of it had
+/// been requested.
 fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
-    // As it is now: a region may have been plugged since the scan began.
+    // The current state: a region may have been plugged since the scan began.
     let mut owner = Owner::of(served);
     if owner.places != before.places {
         // Processes were compared with what they had announced before.
@@ -241,7 +222,7 @@ fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
         owner.is_changing = true;
     }
     let found = foreign_mapper(served, &owner, scan);
-    let releases = !scan.failed && scan.left.is_empty() && !before.is_changing && !owner.is_changing;
+    let releases = !scan.failed && !before.is_changing && !owner.is_changing;
     if found.is_some() || releases {
         judge(served, Hold::Shared, "ram-shared", found, "no other process maps this VM's RAM any more");
     }
@@ -277,20 +258,20 @@ fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String>
     Some(format!("process {who} maps this VM's RAM and has not attached to Ballast, so no page may leave it{unknown}"))
 }
 
-/// Hold a VM while there is such a reason; release it when the reason is gone.
+/// Holds a VM while there is such a reason; releases it when the reason is gone.
 fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, over: &str) {
     let vm = &served.vm;
     match (reason, vm.is_held_for(kind)) {
         (Some(reason), false) => {
             vm.report(event, reason.clone());
             if let Err(error) = served.restore(kind, reason, |_| ()) {
-                vm.report("restore-failed", format!("Bringing its pages back: {error}"));
+                vm.report("restore-failed", format!("Restoring its pages: {error}"));
             }
         }
-        // It is held, and what is far may not be on its way back: there was no thread for that, or it met an error.
+        // It is held, but its far pages may not be returning: no thread could be started, or one met an error.
         (Some(_), true) => {
             if let Err(error) = served.restore_rest() {
-                tracing::warn!(vm = vm.state.name(), "Bringing its pages back: {error}");
+                tracing::warn!(vm = vm.state.name(), "Restoring its pages: {error}");
             }
         }
         (None, true) if served.release(kind) => vm.report(event, over.into()),
@@ -330,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_that_finds_nobody_while_ram_is_unplugged_or_a_process_is_about_to_be_served_releases_nothing() {
+    fn a_scan_during_an_unplug_or_before_a_process_is_served_releases_nothing() {
         let served = held();
         let concludes = |before: &Owner| {
             conclude(&served, served.asked(), before, &Scan::default());
@@ -348,8 +329,8 @@ mod tests {
         assert_eq!(concludes(&calm), [true; 2], "a process has no view at its end");
         served.forget_pid(7);
         assert_eq!(concludes(&before), [true; 2], "it had none at its beginning");
-        let left = Scan { left: vec![1], ..Scan::default() };
-        conclude(&served, served.asked(), &calm, &left);
+        let failed = Scan { failed: true, ..Scan::default() };
+        conclude(&served, served.asked(), &calm, &failed);
         assert_eq!(holds(&served), [true; 2], "not all processes were read");
         assert_eq!(concludes(&calm), [false; 2]);
         let unplugging = served.vm.begin_unplug();
@@ -360,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_far_of_a_vm_that_is_held_already_is_brought_back_if_no_thread_does() {
+    fn far_pages_of_a_held_vm_are_restored_if_no_thread_does_so() {
         let served = held();
         served.restore_rest().expect("nothing is far");
         served.vm.stats().add(Counter::Far, 1);
@@ -371,9 +352,9 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_does_not_release_a_vm_of_which_a_process_has_turned_out_not_to_be_served() {
+    fn a_scan_does_not_release_a_vm_with_a_process_that_is_not_served() {
         let served = held();
-        // It had looked before.
+        // An earlier check found this.
         served.set_unserved(7, "not all of it is served".into());
         judge(&served, Hold::Shared, "ram-shared", None, "over");
         assert_eq!(holds(&served), [true; 2]);

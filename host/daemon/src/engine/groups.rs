@@ -1,9 +1,9 @@
-//! Groups: the arenas in which VMs of a group store equal pages once, each opened once by this engine.
+//! Groups: the arenas in which VMs of a group store equal pages once; this engine opens each arena once.
 //!
-//! Before: a member VM is opened, with an opening of its own of the arena. After: it shares the store with the members
-//! that are here already.
-//! Threads: the workers of VMs; an arena's entry is locked while it is opened, which may wait for a second.
-//! Promise: two members of one arena have one store, as long as either is here. A group delays no member of another.
+//! Before: a member VM is opened, with its own opening of the arena. After: it shares the store with the members that
+//! are already here.
+//! Threads: the workers of VMs; an arena's entry is locked while it is opened, which may take a second.
+//! Promise: two members of one arena have one store, while either is here. A group delays no member of another.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -12,19 +12,19 @@ use ballast_base::wire::VmId;
 use ballast_store::{Group, GroupMember, RamOptions};
 use ballast_sys::memfd::{self, FileId};
 
-/// A group, once it is open and as long as it has members here.
+/// A group that is open while it has members here.
 type Entry = Arc<Mutex<Weak<Group>>>;
 
-/// The groups that have members here. Numbers are enough to tell arenas: each is a memfd that a keeper made, whose
-/// inode number is never used again, and the keeper takes back none that another user could make.
+/// The groups with members here. Device and inode identify an arena: each is a memfd that a keeper made, whose inode
+/// number is never used again, and the keeper takes back none that another user could make.
 #[derive(Debug, Default)]
 pub struct Groups(Mutex<Vec<(FileId, Entry)>>);
 
 impl Groups {
-    /// The entry of the group of this arena.
+    /// The entry of the group with this arena.
     fn entry(&self, id: FileId) -> Entry {
         let mut groups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that a thread has is being opened.
+        // A thread that has an entry is opening the group.
         let is_used = |entry: &Entry| {
             Arc::strong_count(entry) > 1 || entry.lock().unwrap_or_else(PoisonError::into_inner).strong_count() > 0
         };
@@ -37,10 +37,8 @@ impl Groups {
         entry
     }
 
-    /// The store of this member. One that is not `new` may have words that name pages of it.
-    ///
-    /// # Errors
-    /// The arena cannot be opened, or takes no more members.
+    /// The store of this member. A member that is not `new` may have words that name pages in it. Fails if the arena
+    /// cannot be opened, or takes no more members.
     pub fn join(&self, opening: OwnedFd, vm: VmId, options: RamOptions, new: bool) -> std::io::Result<GroupMember> {
         let id = memfd::file_id(&opening)?;
         let entry = self.entry(id);
@@ -70,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_group_that_another_engine_keeps_to_itself_delays_no_member_of_another_group() {
+    fn a_group_that_another_engine_has_exclusively_delays_no_member_of_another_group() {
         let groups = Groups::default();
         let [kept, other] = [(); 2].map(|()| arena::create().expect("an arena"));
         let opening = |arena: &OwnedFd| memfd::reopen(arena.as_fd(), true).expect("an opening");
@@ -90,7 +88,7 @@ mod tests {
             }
             join(&other, 2).expect("another group");
             drop(keeps);
-            // On a host that is slow it has given up by now, and is tried again.
+            // On a slow host it may have given up; then it is repeated.
             assert!(waits.join().expect("no panic").is_ok() || join(&kept, 1).is_ok());
         });
     }

@@ -1,7 +1,7 @@
 //! The host: all VMs that this engine serves, and the budgets of their far pages.
 //!
-//! Before: the keeper sent this engine's first order. After: every part of the engine finds the VMs here.
-//! Threads: any; the list is locked for a moment.
+//! Before: the keeper sent this engine's first order. After: each part of the engine finds the VMs here.
+//! Threads: any; the list is locked briefly.
 
 use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
@@ -22,19 +22,16 @@ use crate::history::Past;
 use crate::kept_settings::KeptSettings;
 use crate::settings::Settings;
 
-/// A VM whose VMM was told that it is attached is open within this, unless the engine is far behind.
+/// A VM whose VMM has attached is open within this time, unless the engine is far behind.
 const OPENS_WITHIN: Duration = Duration::from_secs(1);
 
-/// The state of one engine.
 #[derive(Debug)]
 pub struct Host {
-    /// The keeper's first order.
     pub begin: Begin,
-    /// The settings it began with; the governor's may have changed since.
+    /// The settings with which it began; the governor's may have changed since.
     pub settings: Settings,
     /// The VMs, in the order of their attach.
     pub vms: RwLock<Vec<Arc<Served>>>,
-    /// Events for operators.
     pub events: Arc<Events>,
     /// The budget of far pages in RAM.
     pub budget: Arc<Budget>,
@@ -42,45 +39,37 @@ pub struct Host {
     pub file_budget: Arc<Budget>,
     /// The stores in which VMs of a group store equal pages once.
     pub groups: Groups,
-    /// The cluster that far pages may go to.
+    /// The cluster for far pages, if any.
     pub remote: Option<Remote>,
-    /// VMs that were started without Ballast.
     pub adopted: Arc<AdoptedVms>,
-    /// The pin check of the host.
     pub pins: Arc<Pins>,
-    /// The last upgrade.
     pub upgrades: Upgrades,
-    /// What operators changed of VMs.
     pub kept: KeptSettings,
-    /// Memory for VMs.
     pub pool: Arc<PoolService>,
-    /// Samples of the last day.
     pub past: Past,
 }
 
 impl Host {
-    /// The VMs now.
     pub fn all(&self) -> Vec<Arc<Served>> {
         self.vms.read().expect("no panic while held").clone()
     }
 
-    /// The VM of this id.
     pub fn by_id(&self, id: VmId) -> Option<Arc<Served>> {
         self.all().into_iter().find(|served| served.vm.state.id() == id)
     }
 
-    /// The VM of this name; of several, the last: an earlier one is about to be closed.
+    /// The VM of this name; of several, the last, because an earlier one is about to be closed.
     pub fn by_name(&self, name: &str) -> Option<Arc<Served>> {
         self.all().into_iter().rfind(|served| served.vm.state.name() == name)
     }
 
-    /// When a VM of a caller that may just have started it is open: a VMM is attached before the engine has opened the
-    /// VM.
+    /// Until when the VM of a caller that may just have started it is open: a VMM is attached before the engine has
+    /// opened the VM.
     pub fn opens_until() -> Instant {
         Instant::now() + OPENS_WITHIN
     }
 
-    /// The VM of this name, as before; waits until then for one that is not known.
+    /// Like `by_name`, but waits until then for an unknown VM.
     pub fn attached(&self, name: &str, until: Instant) -> Option<Arc<Served>> {
         loop {
             let known = self.by_name(name);

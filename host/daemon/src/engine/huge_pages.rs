@@ -1,9 +1,9 @@
-//! Holds a VM while khugepaged may put zeros in the place of its far pages.
+//! Holds a VM while khugepaged may fill its far pages with zeros.
 //!
 //! Before: the scan for foreign mappers checks a VM. After: the reason to hold it, if there is one.
-//! Threads: that scan's, the API's. Promise: the kernel is tried once and the settings are read at each check, so a
-//! change takes effect within seconds; pages that the kernel filled in between are repaired when they are touched
-//! (`fault`).
+//! Threads: that scan's, the API's.
+//! Promise: the kernel is tried once, and the settings are read at each check, so a change takes effect within seconds;
+//! pages that the kernel filled in between are repaired when they are touched (`fault`).
 
 use std::sync::LazyLock;
 
@@ -13,15 +13,15 @@ use rustix::fs::{major, minor};
 
 use super::served::Served;
 
-/// Does a collapse fill the holes of a registered range?
+/// Whether a collapse fills the holes of a registered range.
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
 
-/// The danger from khugepaged now; `None` inside: it cannot harm far pages.
+/// The danger of khugepaged; `None`: it cannot harm far pages.
 #[derive(Debug)]
 pub struct HugePages(Option<Khugepaged>);
 
 impl HugePages {
-    /// Read the settings, once for all VMs.
+    /// Reads the settings, once for all VMs.
     pub fn now() -> Self {
         Self((*FILLS != Some(false)).then(|| Khugepaged::now(*FILLS)))
     }

@@ -1,12 +1,12 @@
-//! Late: opens a VM's file store, or recovers it, on a thread of its own, because its disk may not respond.
+//! Opens a VM's file store, or recovers it, on its own thread, because its disk may not respond.
 //!
-//! Before: the VM is being opened, or opened again. After: its file store is there; or the VM is served without it, and
-//! pages in the file wait until the disk responds, or the store can be opened: that is tried again until the VM is
+//! Before: the VM is being opened, or reopened. After: its file store is there; or the VM is served without it, and
+//! pages in the file wait until the disk responds, or the store can be opened, which is repeated until the VM is
 //! closed.
-//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for its first try,
-//! [`OPEN_TIMEOUT`] at most, and not for a recovery.
-//! Promise: the store is not used before it has waited for writes that a dead engine left under way, and was swept. It
-//! is not swept any more once the VM is closed, because another engine may then open it.
+//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for its first try, for at most
+//! [`OPEN_TIMEOUT`], and not for a recovery.
+//! Promise: the store is not used before it has waited for writes that a dead engine left in flight, and was swept. It
+//! is not swept after the VM was closed, because another engine may then open it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,13 +22,12 @@ use ballast_sys::memory_error;
 
 /// How long a VM waits for its disk. A healthy one takes milliseconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time between two tries to open it. What it lacked (a descriptor, memory) may be there again at any time.
+/// Time between two tries to open it. Whatever was missing (a descriptor, memory) may be there again at any time.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// A file store that is being opened.
 #[derive(Debug)]
 pub struct LateFile {
-    /// The handles that the words name in it, sent once they are known.
+    /// The handles in it that the words name, sent once they are known.
     live: Sender<Option<Vec<Handle>>>,
     over: Receiver<()>,
 }
@@ -53,7 +52,7 @@ impl Shared {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wait for the next try. Returns false if the VM was closed.
+    /// Waits for the next try. Returns false if the VM was closed.
     fn pause(&self) -> bool {
         let waited = self.is_closed.wait_timeout_while(self.closed(), PAUSE, |closed| !*closed);
         !*waited.unwrap_or_else(PoisonError::into_inner).0
@@ -61,13 +60,12 @@ impl Shared {
 }
 
 impl File {
-    /// The store itself, once it is there.
     pub fn opened(&self) -> Option<Arc<FileStore>> {
         self.0.opened().clone()
     }
 
-    /// The VM is opened again, and no thread uses its store any more: that is to be recovered. If it is not there, the
-    /// thread that brings it does all that, since its pages can only have become fewer meanwhile.
+    /// The VM is reopened, and no thread uses its store, which must be recovered. `None` if the store is not there yet:
+    /// the thread that opens it also recovers it; pages in it can only have become fewer since.
     pub fn recovers(&self) -> Option<Recovery> {
         let opened = self.0.opened().take()?;
         Some(Recovery { opened, shared: self.0.clone(), store: Arc::new(LateStore::new()) })
@@ -81,7 +79,7 @@ impl File {
 }
 
 impl LateFile {
-    /// Begin to open it for the VM of this state file, from these descriptors; it arrives in `store`. The thread holds
+    /// Begins to open it from these descriptors, for the VM of this state file; it arrives in `store`. The thread holds
     /// nothing else of the VM, whose memory must not wait for the disk when it ends.
     pub fn begin(
         state: StateFile,
@@ -110,8 +108,8 @@ impl LateFile {
         Ok(Self { live, over })
     }
 
-    /// These are the objects that the words name; `None` if no engine has had the VM before. Waits until the store is
-    /// there, or cannot be opened, or the disk does not respond.
+    /// Passes the objects that the words name; `None` if no engine had the VM before. Waits until the store is there,
+    /// or cannot be opened, or the disk does not respond.
     pub fn finish(self, vm: &Vm, live: Option<Vec<Handle>>) {
         let Self { live: tell, over } = self;
         let _ = tell.send(live);
@@ -127,17 +125,16 @@ fn teller<'a>(report: &'a Reporter, state: &'a StateFile) -> impl Fn(&str, Strin
     move |kind, what| report(kind, format!("the file store of VM {}: {what}", state.name()))
 }
 
-/// A file store of a VM that is opened again.
+/// The recovery of the file store of a reopened VM.
 #[derive(Debug)]
 pub struct Recovery {
     opened: Arc<FileStore>,
     shared: Arc<Shared>,
-    /// The place where it arrives.
     pub store: Arc<LateStore>,
 }
 
 impl Recovery {
-    /// Begin, for the VM of this state file, whose words are known.
+    /// Begins, for the VM of this state file, whose words are known.
     pub fn begin(self, state: StateFile, report: Reporter) -> io::Result<()> {
         let Self { opened, shared, store } = self;
         let live = store.take_live();
@@ -150,7 +147,7 @@ impl Recovery {
     }
 }
 
-/// Open it, as soon as that can be done. `failed` gets the error of each try that failed.
+/// Opens it, as soon as that is possible. `failed` gets the error of each failed try.
 fn open(
     store: &LateStore,
     [file, index]: &[OwnedFd; 2],
@@ -180,13 +177,13 @@ fn open(
     }
     let took = begun.elapsed();
     if tries > 1 {
-        say("spill-back", format!("it could be opened at the try of number {tries}, after {} s", took.as_secs()));
+        say("spill-back", format!("it was opened at try {tries}, after {} s", took.as_secs()));
     } else if took > OPEN_TIMEOUT {
         say("spill-back", format!("its disk answers again, after {} s", took.as_secs()));
     }
 }
 
-/// Have it recovered, with these live pages, before it arrives. Returns false if the VM was closed before.
+/// Recovers it, with these live pages, before it arrives. Returns false if the VM was closed before.
 fn arrive(
     store: &LateStore,
     opened: Arc<FileStore>,
@@ -194,7 +191,7 @@ fn arrive(
     shared: &Shared,
     say: &dyn Fn(&str, String),
 ) -> bool {
-    // What the last engine left there cannot be freed, so it stays until the next engine tries.
+    // What the last engine left there cannot be freed, and stays until the next engine tries.
     let live = live.filter(|_| !opened.is_read_only());
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
     let closed = shared.closed();
@@ -211,7 +208,7 @@ fn arrive(
     }
     store.arrive(opened.clone());
     *shared.opened() = Some(opened);
-    // If memory of its index failed meanwhile, it is recovered again.
+    // If memory of its index failed in the meantime, it is recovered again.
     memory_error::notify();
     true
 }
@@ -229,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_store_that_cannot_be_opened_is_opened_when_it_can_be_and_not_after_the_vm_is_closed() {
+    fn a_store_that_cannot_be_opened_is_opened_later_but_not_after_the_vm_is_closed() {
         let dir = tempfile::tempdir().expect("a directory");
         let options = FileOptions::new(Budget::new(Bytes(4 << 20)));
         let (made, place, index) = match FileStore::create(dir.path(), options.clone()) {
@@ -244,7 +241,7 @@ mod tests {
         let file = std::fs::File::options().write(true).open(path).expect("open");
         let size = file.metadata().expect("stat").len();
         for closes in [false, true] {
-            // As if it had not been written to the end: no such file is opened.
+            // A file of another size counts as incompletely written, and is not opened.
             file.set_len(size + 4096).expect("a disk");
             let (said, says) = mpsc::channel();
             let report: Reporter = Arc::new(move |kind: &str, _| {
@@ -273,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_is_opened_again_does_not_wait_for_its_file_store_which_is_not_used_before_it_was_recovered() {
+    fn a_reopened_vm_does_not_wait_for_its_file_store_which_is_recovered_before_use() {
         let dir = tempfile::tempdir().expect("a directory");
         let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(4 << 20))));
         let (file, ..) = match made {
@@ -314,12 +311,12 @@ mod tests {
         let file = arrived();
         assert_eq!(store.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Found);
         assert_eq!(file.usage_detail().block_pages, 1, "the others were freed, by name or because no word names them");
-        // The VM is closed before it is recovered once more: another engine may have it now.
+        // The VM is closed before another recovery: another engine may have it now.
         let mut hangs = shared.0.closed();
         let again = begins(&[]);
         *hangs = true;
         drop(hangs);
-        // The thread has ended: it is here, and in the store that had arrived.
+        // The thread has ended: the store is held here, and where it had arrived.
         while Arc::strong_count(&file) > 2 {
             std::thread::yield_now();
         }

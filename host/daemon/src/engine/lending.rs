@@ -1,9 +1,9 @@
-//! How much the pool lends by the host's state: more while the host is short, nothing more while it has memory to
-//! spare.
+//! How much the pool lends, by the host's state: more while the host is short, and nothing more while it has spare
+//! memory.
 //!
-//! Before: an operator said how much may be lent. After: `pool` has the reserve lend, or take back.
-//! Threads: the pool's. Units: bytes, milliseconds. Promise: nothing that a VM has is lent; memory does not go back and
-//! forth: lent memory returns only when the host does not need it.
+//! Before: an operator said how much may be lent. After: `pool` lends from the reserve, or takes back.
+//! Threads: the pool's. Units: bytes, milliseconds.
+//! Promise: memory of VMs is not lent. Memory does not oscillate: it returns only when the host does not need it.
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE};
 use ballast_policy::{HostSample, HostState, Ladder};
@@ -11,29 +11,25 @@ use ballast_pool::{Error, Reserve};
 
 /// Time between checks of the host.
 pub const POLL_EVERY_MS: u64 = 1_000;
-/// When nothing could be lent, because VMs have all, or taken back, because the kernel found no pages, it is tried
-/// again this much later.
+/// If nothing could be lent, because VMs have all of it, or taken back, because the kernel found no pages, the next try
+/// is this much later.
 const AGAIN_MS: u64 = 10_000;
-/// Part of the host's memory that is to be free, and its most: as for a policy's decisions.
+/// 1/FREE_PART of the host's memory must stay free, at most MOST_FREE, as for policies.
 const FREE_PART: u64 = 64;
 const MOST_FREE: u64 = GIB;
-/// How much of that is free after something was lent, and stays free when it returns: well beyond the state `high`.
+/// Multiple of that which is free after a loan, and stays free when memory returns: well beyond the state `high`.
 const AIM: u64 = 2;
 
-/// Watches the host.
 #[derive(Debug, Default)]
 pub struct Lender {
     ladder: Ladder,
     looked_ms: Option<u64>,
-    /// Nothing is tried before this.
+    /// Nothing is tried before this time.
     not_before_ms: u64,
 }
 
 impl Lender {
-    /// Check the host if it is time, and have the pool lend or take back. Returns a message for operators.
-    ///
-    /// # Errors
-    /// If the kernel does not say, or refuses.
+    /// Checks the host if it is time, and lends or takes back. Returns a message for operators. The kernel may refuse.
     pub fn adjust(&mut self, reserve: &mut Reserve, at_ms: u64) -> Result<Option<String>, Error> {
         if self.looked_ms.is_some_and(|looked| at_ms < looked + POLL_EVERY_MS) {
             return Ok(None);
@@ -71,7 +67,7 @@ fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
         HostState::Soft | HostState::Hard | HostState::Low => {
             lent.saturating_add(aim.saturating_sub(free).next_multiple_of(SLICE))
         }
-        // Lent memory that is in use is not free: only memory that is free beyond the aim returns.
+        // Lent memory that is in use is not free: only free memory beyond the aim returns.
         HostState::High => lent.saturating_sub(free.saturating_sub(aim) / SLICE * SLICE),
         HostState::Clear => lent,
     }
@@ -87,7 +83,7 @@ mod tests {
 
     const PAGES: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB";
 
-    /// The kernel's files of a host of 16 GiB.
+    /// The kernel's files on a host with 16 GiB.
     fn host(root: &Path) -> Host {
         let write = |file: &str, text: &str| {
             let file = root.join(file);
@@ -105,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_goes_when_the_host_is_short_and_returns_when_it_is_not_and_the_next_engine_goes_on() {
+    fn memory_is_lent_while_the_host_is_short_and_returns_even_in_the_next_engine() {
         if !rustix::process::geteuid().is_root() {
             return skip("root", "only root mounts file systems");
         }
@@ -142,7 +138,7 @@ mod tests {
                 reserve.set_lending(Some(Bytes(512 * MIB))).expect("set");
                 let mut adjust = |reserve: &mut Reserve, at_ms| lender.adjust(reserve, at_ms).expect("adjusted");
                 assert_eq!((adjust(&mut reserve, 0), reserve.lent()), (None, Bytes(32 * MIB)), "the host is well");
-                // 256 MiB are to be free; twice that is aimed at.
+                // 256 MiB must stay free; the aim is twice that.
                 has(100);
                 let told = adjust(&mut reserve, 1_000).expect("it is short");
                 assert!(told.contains("is short of memory (100 MiB free): 444 MiB of the pool are lent"), "{told}");
@@ -176,7 +172,7 @@ mod tests {
         );
     }
 
-    /// Do the second, and then the first, also if the second panics.
+    /// Runs the second, and then the first, even if the second panics.
     fn scopeguard(last: impl FnOnce(), first: impl FnOnce()) {
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(first));
         last();

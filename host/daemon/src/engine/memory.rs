@@ -1,14 +1,14 @@
-//! Memory errors: handles pages of a VM's own files (its state file, its stores) whose memory failed.
+//! Memory errors in pages of a VM's own files (its state file, its stores).
 //!
-//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` put safe bytes in its place.
-//! After: operators know the loss; if words or tables were lost, the VM was opened again, with recovery.
+//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` replaced it with safe bytes.
+//! After: operators know the loss; if words or tables were lost, the VM was reopened, with recovery.
 //! Threads: one waits for losses; the VM's worker handles them, in turn with its orders.
 //! Promise: one VM's loss affects only that VM, and the engine stays.
 //!
-//! *Opened again* means the same as after an engine's death, for one VM: all its workers end, so that no page is
-//! locked; `recover` reads every word, and bytes in their file count; the stores sweep objects that no word names;
-//! workers begin again, and every waiting thread is woken. While workers run, nothing can be repaired: a lost word may
-//! have been locked, and the holder of the lock writes it again.
+//! To *reopen* a VM does what follows an engine's death, for one VM: all its workers end, so that no page is locked;
+//! `recover` reads each word, and bytes in their file count; the stores sweep objects that no word names; workers begin
+//! again, and each waiting thread is woken. While workers run, nothing can be repaired: a lost word may have been
+//! locked, and the holder of the lock writes it again.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -30,7 +30,7 @@ use super::shared::{Engine, Unlists, mend};
 use super::unopened::may_pass;
 use super::workers::Workers;
 
-/// Begin to wait for losses.
+/// Begins to wait for losses.
 pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_seen: OwnedFd) -> io::Result<()> {
     let (engine, workers) = (engine.clone(), workers.clone());
     std::thread::Builder::new().name("memory".into()).spawn(move || {
@@ -61,13 +61,13 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_
     Ok(())
 }
 
-/// Report the losses of this VM's files. Returns whether it must be opened again.
+/// Reports the losses of this VM's files. Returns whether it must be reopened.
 fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
     let reopens = served.vm.lost() > 0 || ram_damaged || file_damaged || served.is_damaged.load(Ordering::Acquire);
-    // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
+    // A group's losses need no action: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {
         served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
@@ -76,10 +76,11 @@ fn say(served: &Served) -> bool {
 }
 
 impl Engine {
-    /// Reopen a VM whose words or tables were damaged.
+    /// Reopens a VM whose words or tables were damaged.
     fn reopen(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
-            // Nothing can be repaired while another engine serves the VM's faults: the one that has it alone does it.
+            // Nothing can be repaired while another engine serves the VM's faults: the one that finally has it alone
+            // does it.
             if served.is_damaged.swap(true, Ordering::AcqRel) {
                 return;
             }
@@ -125,7 +126,7 @@ impl Engine {
         self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")
     }
 
-    /// Has this VM, newly opened, go on in the place of the last opening, with its processes.
+    /// Lets the reopened VM replace the last opening, with its processes.
     fn recover(
         &self,
         last: &Arc<Served>,
@@ -159,7 +160,7 @@ impl Engine {
         for view in last.vm.views() {
             served.vm.add_view(view, &[]).context("Serving a process again")?;
         }
-        // The caller has been told that it failed, or was done already.
+        // The caller was told that it failed, or that it was done.
         for kind in [Hold::Pinned, Hold::Shared, Hold::Kept] {
             if served.vm.is_held_for(kind) {
                 served.restore(kind, served.vm.reason(kind), |_| ())?;

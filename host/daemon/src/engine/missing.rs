@@ -1,9 +1,9 @@
-//! Missing: stands for the remote store of a VM whose pages are in a cluster, where the settings name none any more.
+//! Replaces the remote store of a VM with pages in a cluster that the settings no longer name.
 //!
 //! Before: an operator removed `[remote]`, and an engine opens a VM whose state file names a cluster. After: operators
-//! know it; threads that touch one of those pages wait, as for a cluster that does not answer.
+//! know it; threads that touch one of those pages wait, as for a cluster that does not respond.
 //! Threads: any; the slow workers wait in `get`. Units: pages.
-//! Promise: no page counts as lost, and a page that is waited for costs a few requests a second.
+//! Promise: no page counts as lost, and a waiting page costs a few requests a second.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -15,10 +15,9 @@ use ballast_store::{
     Attach, DurableStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
 };
 
-/// How long a page is waited for at a time.
+/// How long one request for a page waits.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The store that is not there.
 pub struct MissingStore {
     name: String,
     report: Reporter,
@@ -32,7 +31,6 @@ impl std::fmt::Debug for MissingStore {
 }
 
 impl MissingStore {
-    /// The store of the VM of this name.
     pub fn new(name: String, report: Reporter) -> Self {
         Self { name, report, pages: AtomicU64::new(0) }
     }
@@ -67,9 +65,9 @@ impl Store for MissingStore {
         vec![GetOutcome::Busy; pages.len().min(out.len())]
     }
 
-    /// With `[remote]` again, the next engine sweeps what is there.
+    /// The page stays in the cluster: an engine with `[remote]` sweeps it.
     fn free(&self, _: PageKey, _: Handle) {
-        // It never fails: the closure returns a value.
+        // It never fails, because the closure always returns a value.
         let _ = self.pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(1)));
     }
 

@@ -1,13 +1,13 @@
 //! The engine: opens the VMs that the keeper hands over and serves them.
 //!
-//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the
-//! last VM too.
-//! Threads: this one takes orders and never waits for their execution; the API, the scan for foreign mappers, the
-//! governor and the check for stuck threads have one each, and change only words in memory of any VM; orders are
-//! carried out on the threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state
+//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and so is
+//! the last VM.
+//! Threads: this one takes orders and never waits for their execution. The API, the scan for foreign mappers, the
+//! governor and the check for stuck threads have one each, and change only words in memory of any VM. Orders are
+//! carried out on the threads of a pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state
 //! file while it works for that VM (`ballast_handover::threads`).
-//! Promise: it may be killed at any instruction. State that must outlive it is in the state files and arenas already.
-//! It opens only VMs whose state file names it.
+//! Promise: it may be killed at any instruction, because state that must outlive it is already in the state files and
+//! arenas. It opens only VMs whose state file names it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,6 +28,7 @@ use ballast_sys::process::Process;
 use ballast_sys::{memory_error, scm};
 
 use crate::backend::Shown;
+use crate::config::Spill;
 use crate::events::Events;
 use crate::history::Past;
 use crate::http::{self, Gate, PeerPolicy};
@@ -41,14 +42,14 @@ use remote::Remote;
 use shared::{Engine, Overdue};
 use workers::Workers;
 
-pub mod adopted;
+pub(crate) mod adopted;
 mod check;
-pub mod foreign_mappers;
-pub mod governor;
+pub(crate) mod foreign_mappers;
+pub(crate) mod governor;
 mod groups;
-pub mod host;
-pub mod huge_pages;
-pub mod late;
+pub(crate) mod host;
+pub(crate) mod huge_pages;
+pub(crate) mod late;
 mod lending;
 mod make;
 mod memory;
@@ -57,27 +58,27 @@ mod order_files;
 mod orphan;
 mod past;
 mod pin_check;
-pub mod pool;
+pub(crate) mod pool;
 mod pool_parts;
-pub mod remote;
-pub mod served;
+pub(crate) mod remote;
+pub(crate) mod served;
 mod shared;
-pub mod stuck;
+pub(crate) mod stuck;
 mod unopened;
-pub mod upgrades;
+pub(crate) mod upgrades;
 mod views;
-pub mod vm_settings;
+pub(crate) mod vm_settings;
 mod vms;
-pub mod workers;
+pub(crate) mod workers;
 mod write_back;
 
-/// How long the API waits for VMs to be opened: a VM of hundreds of GiB takes a second or two.
+/// How long the API waits for VMs to open: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
 
-/// Take orders until the keeper is gone and no VM is left.
+/// Takes orders until the keeper and the last VM are gone.
 pub fn run() -> anyhow::Result<()> {
     detach(c"ballastd");
-    // Guests wait for a new engine. The threads it starts do not run first.
+    // Guests wait for a new engine. The threads that this one starts do not run first.
     run_first();
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
@@ -92,7 +93,7 @@ pub fn run() -> anyhow::Result<()> {
     };
     let settings = wire::decode::<Settings>(&begin.settings);
     let settings = settings.context("This engine cannot read its settings: restart ballastd").inspect_err(|error| {
-        // An operator who wants this engine to follow another one is told why it will not.
+        // The operator who wants an upgrade to this engine learns the reason.
         let _ = scm::send(&*keeper, &wire::encode(&Report::Refused(format!("{error:#}"))), &[]);
     })?;
     protect_from_oom_killer();
@@ -108,20 +109,16 @@ pub fn run() -> anyhow::Result<()> {
     };
     let governor = Arc::new(Governor::new(settings.policy, keep));
     let pool = pool::PoolService::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
-    let adopting = settings.adopt.clone().unwrap_or_default();
-    let adopted = AdoptedVms::new(&adopting.dir, adopting.all, events.clone()).context("Starting to adopt VMs")?;
-    let past = Past::new(settings.history.clone()).context("Making the directory of the history")?;
+    let adopted = AdoptedVms::new(&settings.runtime_dir, settings.adopt_all, events.clone());
+    let adopted = adopted.context("Starting to adopt VMs")?;
+    let past = Past::new(settings.runtime_dir.join("history")).context("Making the directory of the history")?;
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
-        file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
+        file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), Spill::budget)),
         groups: Groups::default(),
-        remote: settings
-            .remote
-            .as_ref()
-            .map(|remote| Remote::begin(remote, &settings.privacy, events.clone()))
-            .transpose()?,
+        remote: settings.remote.as_ref().map(|remote| Remote::begin(remote, events.clone())).transpose()?,
         begin,
-        kept: KeptSettings::new(&settings.vms.dir),
+        kept: KeptSettings::new(&settings.state_dir),
         settings,
         vms: RwLock::default(),
         events: events.clone(),
@@ -162,7 +159,8 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The pool asks what VMs on demand can have far, and tells the governor when little is left for their touches.
+/// The pool asks how much memory VMs on demand can have far, and tells the governor when little is left for their
+/// touches.
 fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
     let (host_now, decides, governor) = (Arc::downgrade(host), governor.clone(), governor.clone());
     let far = move || host_now.upgrade().map_or_else(Far::default, |host| decides.far(&host));
@@ -180,7 +178,7 @@ fn protect_from_oom_killer() {
 fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate: Gate) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
     std::thread::Builder::new().name("api".into()).spawn(move || {
-        // An operator who waits for a response must not wait behind hundreds of vCPUs.
+        // The operator's request must not wait behind hundreds of vCPUs.
         run_first();
         runtime.block_on(async {
             match tokio::net::UnixListener::from_std(listener.into()) {
@@ -192,7 +190,7 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
     Ok(())
 }
 
-/// Do this if no order to rest or to go on has come since the one of this number.
+/// Calls `what`, unless an order to rest or to resume has come since order number `this`.
 fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
     let last = rests.lock().unwrap_or_else(PoisonError::into_inner);
     if *last == this {
@@ -208,7 +206,7 @@ struct Orders {
     api: Option<OwnedFd>,
     /// Closed while VMs move between engines.
     gate: Gate,
-    /// Counts the orders to rest and to go on: an earlier one does not undo a later one.
+    /// Counts the orders to rest and to resume: an earlier one must not undo a later one.
     rests: Arc<Mutex<u64>>,
 }
 
@@ -245,7 +243,7 @@ impl Orders {
             }
             let what = format!("{order:?}");
             if !is_whole {
-                // It is carried out without them: that fails, and says which VM is not served as it should be.
+                // Carried out without them, the order fails, and its error names the VM that is not served completely.
                 tracing::error!("{what}: its descriptors did not come, because this process has too many open");
             }
             if let Err(error) = self.carry_out(order, received.fds, is_whole) {
@@ -254,7 +252,7 @@ impl Orders {
         }
     }
 
-    /// Carry out an order that takes no time; give the others to the VM's worker.
+    /// Carries out an order that takes no time; gives others to the VM's worker.
     fn carry_out(&mut self, order: Order, fds: Vec<OwnedFd>, is_whole: bool) -> anyhow::Result<()> {
         let engine = self.engine.clone();
         match order {
@@ -289,7 +287,7 @@ impl Orders {
         Ok(())
     }
 
-    /// VMs are about to move: decide nothing, and serve no API requests, until told otherwise.
+    /// VMs are about to move: decides nothing, and serves no API requests, until the next order.
     fn rest(&self, seq: u64) -> io::Result<()> {
         let (engine, gate) = (self.engine.clone(), self.gate.clone());
         let (rests, this) = (self.rests.clone(), self.begin_rest());
@@ -325,17 +323,17 @@ impl Orders {
         Ok(())
     }
 
-    /// The number of an order to rest, or to go on.
+    /// The number of an order to rest or to resume.
     fn begin_rest(&self) -> u64 {
         let mut last = self.rests.lock().unwrap_or_else(PoisonError::into_inner);
         *last += 1;
         *last
     }
 
-    /// Have a VM closed, after its earlier orders, and report it to the caller that waits.
+    /// Has a VM closed, after its earlier orders, and reports that to the waiting caller.
     fn close(&mut self, vm: VmId, seq: Option<u64>) -> io::Result<()> {
         let engine = self.engine.clone();
-        // From now on, so that an order to open it again finds it.
+        // At once, so that an order to open it again finds it.
         let closing = engine.begin_closing(vm);
         self.workers().give_last(vm, move || {
             let closed = engine.close_vm(vm, &closing);
@@ -346,8 +344,8 @@ impl Orders {
         })
     }
 
-    /// Begin to serve the API, once the VMs handed over are open: no client may be told that a VM does not exist
-    /// because it has not been opened yet. A VM that does not open in time does not keep clients from all the others.
+    /// Serves the API, once the VMs that were handed over are open: no client may learn that a VM does not exist
+    /// because it is not open yet. A VM that does not open in time does not keep clients from the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let (opened, is_serving) = {
             let mut workers = self.workers();
@@ -371,7 +369,7 @@ impl Orders {
             let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid, gate));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
-                // So that an engine which follows another one is not waited for: VMs go back.
+                // So that nobody waits for an engine that follows another: VMs go back.
                 let _ = engine.report(&Report::Refused(format!("it cannot answer the API: {error:#}")));
             }
         })?;

@@ -1,8 +1,9 @@
-//! The descriptors that come with an order about a VM, and which of its regions they belong to.
+//! The descriptors that come with an order about a VM, and the regions that they belong to.
 //!
-//! Before: the keeper sent the order ([`ballast_handover::orders`]). After: [`super::vms`] opens the VM with them, and
-//! [`super::check`] looks whether it could. Threads: the VM's worker. Promise: too few or too many are an error that
-//! names them.
+//! Before: the keeper sent the order ([`ballast_handover::orders`]). After: [`super::vms`] opens the VM with them, or
+//! [`super::check`] checks whether it could.
+//! Threads: the VM's worker.
+//! Promise: too few or too many are an error that names them.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -27,11 +28,10 @@ pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamF
     fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
 }
 
-/// The files of a VM's stores.
 pub(super) struct Files {
     /// The arena of the RAM store.
     pub arena: OwnedFd,
-    /// An opening of its own of its group's arena.
+    /// The VM's own opening of its group's arena.
     pub group: Option<OwnedFd>,
     /// File and index of the file store.
     pub file: Option<[OwnedFd; 2]>,

@@ -18,14 +18,14 @@ use super::served::Served;
 /// Time between checks whether VMs are gone.
 const POLLS_EVERY: Duration = Duration::from_millis(200);
 
-/// Is this process gone? If only faults are served, no thread listens to its client any more.
+/// Whether this process is gone. If only faults are served, no thread listens to its client.
 fn is_gone(vm: &Vm, view: &View) -> bool {
     view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
 }
 
 impl Orders {
-    /// Are the processes of this VM gone? The keeper may have gone before it told this engine of them: then no process
-    /// may have its RAM.
+    /// Whether the processes of this VM are gone. The keeper may have died before it told this engine about them: then
+    /// no process may have its RAM.
     fn are_gone(&self, served: &Served) -> bool {
         match &served.vm.views()[..] {
             [] => !self.engine.is_held(served),
@@ -33,10 +33,10 @@ impl Orders {
         }
     }
 
-    /// The keeper is gone in the middle of an upgrade: this engine closes a VM that another one serves as well, if that
-    /// one serves every process of it, or if none is left. Otherwise it is served on.
+    /// The keeper died during an upgrade: this engine closes a VM that another engine serves, too, if that one serves
+    /// each process of it, or if none is left. Otherwise this engine serves it on.
     ///
-    /// `all_done`: every order was carried out. No keeper names engines meanwhile: it would need a process of the VM,
+    /// `all_done`: each order was carried out. No keeper names engines at this time: it would need a process of the VM,
     /// and it ends this engine first.
     fn leave(&self, served: &Arc<Served>, all_done: bool) {
         let state = &served.vm.state;
@@ -48,13 +48,13 @@ impl Orders {
         }
         let has_opened = state.epoch() > served.vm.epoch();
         if !is_followed && (!has_opened || other.is_none_or(Process::is_dying)) {
-            // It is closed here, as if nobody had been to follow.
+            // The VM is closed here, as if no engine had been about to follow.
             return state.name_engine(me.pid, me.start);
         }
         let (engine, id, served) = (self.engine.clone(), state.id(), served.clone());
         let part = move || {
             drop(engine.part_with_vm(id));
-            // The other one closes it when it is alone.
+            // The other engine closes it when it is alone.
             served.vm.state.has_left();
         };
         if let Err(error) = self.workers().give_last(id, part) {
@@ -62,12 +62,12 @@ impl Orders {
         }
     }
 
-    /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
+    /// The keeper is gone. Serves faults until the next keeper's engine ends this one, or until no VM is left.
     pub(super) fn serve_as_orphan(&mut self) {
         tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
         let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
         events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
-        // It may have gone in the middle of an upgrade.
+        // The keeper may have died during an upgrade.
         self.begin_rest();
         self.gate.open();
         if self.api.is_some()
@@ -76,7 +76,7 @@ impl Orders {
         {
             tracing::error!("Answering the API: {error:#}");
         }
-        // Some may not be open yet. The next keeper knows of us from their state files.
+        // Some may not be open yet. The next keeper finds this engine in their state files.
         let mut done = self.workers().all_so_far();
         loop {
             let is_over = done.is_over();
@@ -98,7 +98,7 @@ impl Orders {
                     done = self.workers().all_so_far();
                 }
             }
-            // It rested for an upgrade that is off: no other engine has any VM of this one.
+            // It rested for an upgrade that was abandoned: no other engine has any of its VMs.
             if !host.adopted.works() && host.all().iter().all(|served| served.vm.state.leaving().is_none()) {
                 host.adopted.resume();
             }

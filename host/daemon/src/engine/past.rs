@@ -9,10 +9,6 @@ use crate::backend::Shown;
 use crate::history::STEP;
 use crate::http::Backend;
 
-/// Begins.
-///
-/// # Errors
-/// There is no thread.
 pub fn start(shown: Arc<Shown>) -> io::Result<()> {
     std::thread::Builder::new().name("history".into()).spawn(move || {
         let mut is_first = true;

@@ -1,8 +1,8 @@
-//! The engine's part of the pool: one engine has it at a time, zeroes what VMs leave, and gives VMs memory.
+//! The engine's part of the pool: one engine has it at a time, zeroes memory that VMs leave, and gives VMs memory.
 //!
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
-//! files (`ballast-pool` says how). Its pages of 2 MiB and of 1 GiB are reserves of their own, each with a directory.
-//! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
+//! files (see `ballast-pool`). Its pages of 2 MiB and of 1 GiB are separate reserves, each with a directory.
+//! Threads: one that opens the pool, looks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
 //! API.
 //! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
 //! other part of the engine waits for it.
@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use anyhow::{anyhow, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::Bytes;
-use ballast_keeper::Closer;
 use ballast_pool::{Error, Page, Reserve, Want};
 use ballast_sys::clock;
 use ballast_sys::memfd::FileId;
@@ -27,17 +27,16 @@ use crate::settings::Pooling;
 
 /// Time between checks for VMs that are gone.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Time between looks at what VMs on demand have touched: one thread touches up to 128 MiB in it.
+/// Time between checks of what VMs on demand have touched: one thread touches up to 128 MiB in it.
 const TOUCHED_EVERY: Duration = Duration::from_millis(20);
-/// Time between tries to zero slices whose pages another process holds, and to open and to listen if that failed.
+/// Time between tries to zero slices whose pages another process holds, and to repeat a failed open or listen.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
-/// How long an operator waits for a pool that the engine which this one follows is about to leave.
+/// How long an operator's request waits for a pool that the preceding engine is about to leave.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
 mod ask;
 pub mod demand;
 
-/// The engine's part of the pool.
 #[derive(Debug)]
 pub struct PoolService {
     place: Pooling,
@@ -48,10 +47,8 @@ pub struct PoolService {
     silent: Mutex<Option<String>>,
     /// Another engine has it and does not leave it.
     is_elsewhere: AtomicBool,
-    asking: AtomicUsize,
-    /// VMs whose memory is on its way: this engine has files of theirs as well.
+    /// VMs to which memory is being sent: this engine has their files, too.
     handing: AtomicUsize,
-    closer: Arc<Closer>,
     /// Memory on demand, as the governor sees it.
     pub demand: Demand,
 }
@@ -60,13 +57,13 @@ pub struct PoolService {
 enum State {
     /// Another engine had it at the last try, or there was no try yet.
     Coming(String),
-    /// Why this engine has not got it.
+    /// Why this engine does not have it.
     Without(String),
     Ours(Box<Parts>),
 }
 
 impl PoolService {
-    /// Begin to take the pool.
+    /// Begins to open the pool.
     pub fn start(place: Pooling, events: Arc<Events>) -> io::Result<Arc<Self>> {
         let service = Self::new(place);
         let worker = service.clone();
@@ -81,19 +78,17 @@ impl PoolService {
             changed: Condvar::new(),
             silent: Mutex::default(),
             is_elsewhere: AtomicBool::new(false),
-            asking: AtomicUsize::new(0),
             handing: AtomicUsize::new(0),
-            closer: Arc::default(),
             demand: Demand::default(),
         })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic in the middle of a change leaves the state as a death would.
+        // A panic during a change leaves the state like a death.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Take the pool from its last owner, and tend it.
+    /// Takes the pool from its last owner, and tends it.
     fn work(self: &Arc<Self>, events: &Events) {
         let place = &self.place;
         let mut said = String::new();
@@ -107,7 +102,7 @@ impl PoolService {
                     }
                     *self.lock() = if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
                     said = why;
-                    // An engine that this one follows has it until it ends.
+                    // The engine that this one follows has it until it ends.
                     std::thread::sleep(POLL_EVERY);
                 }
             }
@@ -135,7 +130,7 @@ impl PoolService {
         }
     }
 
-    /// Open a part that could not be opened, and listen, if that is still to be done. Returns what could not be done.
+    /// Opens missing parts, and listens, if that is still to be done. Returns what could not be done.
     fn complete(self: &Arc<Self>, place: &Pooling, listens: &mut bool) -> Vec<String> {
         let mut missing = Vec::new();
         if let State::Ours(parts) = &mut *self.lock() {
@@ -150,7 +145,7 @@ impl PoolService {
         missing
     }
 
-    /// Check for VMs that are gone, if it is time, and zero one slice, or wait, for this long at most.
+    /// Checks for VMs that are gone, if it is time, and zeroes one slice, or waits for at most this long.
     fn round(
         &self,
         looked: &mut Option<Instant>,
@@ -164,7 +159,7 @@ impl PoolService {
         let far = looks.then(|| self.demand.far());
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(()) };
-        // A part that fails keeps neither the other one nor slices from being zeroed.
+        // A part that fails must not stop the other one, nor the zeroing of slices.
         let mut failed = Ok(());
         if let Some(far) = far {
             parts.of(Page::Huge).into_iter().for_each(|huge| huge.set_far(far.clone()));
@@ -176,7 +171,7 @@ impl PoolService {
                     Err(error) => failed = failed.and(Err(error)),
                 }
             }
-            // Now: the kernel may have kept this thread for as long.
+            // The time is read again, because the kernel may have delayed this thread.
             *looked = Some(Instant::now());
         }
         for failure in parts.each().flat_map(|(_, reserve)| reserve.take_failures()) {
@@ -211,11 +206,11 @@ impl PoolService {
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
             let State::Ours(parts) = &mut *self.lock() else { return failed };
-            // It was there when the job began, and no part goes.
+            // The part was there when the job began, and parts do not disappear.
             let Ok(part) = parts.of(page) else { continue };
             let is_ready = part.finish(done);
             if let Some(found_a_page) = jobs.done(page, is_ready) {
-                // The other jobs are done in any case: one that is dropped is never done.
+                // The other jobs are done in any case: a job that is dropped is never done.
                 failed = failed.and(part.replenish(found_a_page));
             }
         }
@@ -223,7 +218,7 @@ impl PoolService {
         failed
     }
 
-    /// The same, once the engine before this one has left it. Waits for that once at most.
+    /// Like `lock`, once the preceding engine has left the pool. Waits for that only once.
     fn lock_when_left(&self) -> MutexGuard<'_, State> {
         let is_coming =
             |state: &mut State| matches!(state, State::Coming(_)) && !self.is_elsewhere.load(Ordering::Relaxed);
@@ -235,7 +230,6 @@ impl PoolService {
         state
     }
 
-    /// The pool as it is.
     pub fn stat(&self) -> PoolStat {
         match &mut *self.lock_when_left() {
             State::Ours(parts) => {
@@ -259,12 +253,12 @@ impl PoolService {
     }
 
     /// Reserve more of the host.
-    pub fn reserve(&self, request: &PoolRequest) -> Result<PoolStat, String> {
+    pub fn reserve(&self, request: &PoolRequest) -> anyhow::Result<PoolStat> {
         let want = match (request.bytes, request.percent) {
             (Some(bytes), None) => Want::Bytes(Bytes(bytes)),
             (None, Some(percent @ 1..=100)) => Want::Percent(percent),
-            (None, Some(percent)) => return Err(format!("{percent} percent; 1 to 100 can be")),
-            _ => return Err("either bytes or percent must be there".into()),
+            (None, Some(percent)) => bail!("{percent} percent; 1 to 100 can be"),
+            _ => bail!("either bytes or percent must be there"),
         };
         let (percent, file) = (request.overcommit_percent, request.file_bytes.map(Bytes));
         self.change(request.pages, |reserve| {
@@ -275,7 +269,7 @@ impl PoolService {
     }
 
     /// Lend, or take back.
-    pub fn lend(&self, request: &LendRequest) -> Result<PoolStat, String> {
+    pub fn lend(&self, request: &LendRequest) -> anyhow::Result<PoolStat> {
         let most = Bytes(request.bytes);
         self.change(request.pages, |reserve| {
             if request.when_short {
@@ -293,7 +287,7 @@ impl PoolService {
         &self,
         pages: PoolPages,
         what: impl FnOnce(&mut Reserve) -> Result<(), Error>,
-    ) -> Result<PoolStat, String> {
+    ) -> anyhow::Result<PoolStat> {
         let page = pool_parts::for_operator(pages);
         let far = self.demand.far();
         let mut state = self.lock_when_left();
@@ -301,16 +295,16 @@ impl PoolService {
             State::Ours(parts) => {
                 let part = parts.of(page)?;
                 part.set_far(far);
-                what(part).map_err(|error| error.to_string())?;
+                what(part).map_err(|error| anyhow!(error.to_string()))?;
                 self.demand.show(part);
                 self.changed.notify_all();
                 Ok(self.stat_of(parts))
             }
-            State::Coming(why) | State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
+            State::Coming(why) | State::Without(why) => bail!("This engine has not got the pool: {why}"),
         }
     }
 
-    /// Is this one of its files?
+    /// Whether this is one of its files.
     pub fn has(&self, file: FileId) -> bool {
         pool_parts::has(&self.place.dir, file)
     }

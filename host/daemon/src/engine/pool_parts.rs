@@ -1,32 +1,33 @@
 //! The parts of the pool, one for each size of pages: their directories, their work, and what the API shows.
 //!
 //! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
-//! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: a part that cannot be opened does
-//! not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero one of 1 GiB takes 100 ms or more, for which
-//! no VM on pages of 2 MiB waits twice.
+//! Threads: the lock of `pool` is held, except for jobs, which run without it.
+//! Promise: a part that cannot be opened does not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero
+//! one of 1 GiB takes 100 ms or more, for which no VM on pages of 2 MiB waits twice.
 
 use std::collections::VecDeque;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ballast_api::{PoolNode, PoolPages, PoolStat, PoolVm};
+use ballast_base::Invalid;
 use ballast_base::pool::Pages;
 use ballast_pool::map::Mode;
 use ballast_pool::{Error, Host, Job, Page, Reserve};
 use ballast_sys::memfd::FileId;
 
-/// The parts, in the order of [`Page::ALL`].
+/// In the order of [`Page::ALL`].
 #[derive(Debug)]
 pub(super) struct Parts(Vec<(Page, Part)>);
 
 /// A part, or why it cannot be used.
-type Part = Result<Reserve, String>;
+type Part = Result<Reserve, Invalid>;
 
-/// Slices to fill with zeros, those that found no page before first.
+/// Slices to zero; those that found no page before come first.
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
     jobs: VecDeque<(Page, Job)>,
-    /// Jobs of each part that are left of those that found no page before, and whether one of them found one.
+    /// For each part: its jobs left for slices that found no page before, and whether one of those found one.
     again: [(usize, bool); 2],
 }
 
@@ -39,10 +40,7 @@ impl Parts {
         }
     }
 
-    /// Opens all, or those that can be used.
-    ///
-    /// # Errors
-    /// Those of [`Reserve::open`]: another engine has a part, or none can be used.
+    /// Opens all, or those that can be used. Fails if another engine has a part, or none can be used.
     pub fn open(pool: &Path) -> Result<Self, Error> {
         let (mut parts, mut first) = (Vec::new(), None);
         for page in Page::ALL {
@@ -63,19 +61,19 @@ impl Parts {
         }
     }
 
-    /// Tries to open a part again that could not be used. Returns why it still cannot be.
+    /// Tries again to open an unusable part. Returns why it still cannot be used.
     pub fn complete(&mut self, pool: &Path) -> Option<String> {
         for (page, part) in self.0.iter_mut().filter(|(_, part)| part.is_err()) {
             *part = open(pool, *page).map_err(|error| why(*page, &error));
         }
-        self.0.iter().find_map(|(_, part)| part.as_ref().err().cloned())
+        self.0.iter().find_map(|(_, part)| part.as_ref().err().map(ToString::to_string))
     }
 
     /// The part with these pages.
     ///
     /// # Errors
     /// It cannot be used.
-    pub fn of(&mut self, page: Page) -> Result<&mut Reserve, String> {
+    pub fn of(&mut self, page: Page) -> Result<&mut Reserve, Invalid> {
         self.0[page as usize].1.as_mut().map_err(|why| why.clone())
     }
 
@@ -84,19 +82,15 @@ impl Parts {
         self.0.iter_mut().filter_map(|(page, part)| Some((*page, part.as_mut().ok()?)))
     }
 
-    /// Returns whether nothing must be checked, zeroed or lent until the next request.
-    ///
-    /// # Errors
-    /// What may be lent cannot be read.
+    /// Whether nothing must be checked, zeroed or lent until the next request. Fails if what may be lent cannot be
+    /// read.
     pub fn is_at_rest(&self) -> Result<bool, Error> {
         let mut parts = self.0.iter().filter_map(|(_, part)| part.as_ref().ok());
         parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
-    /// What there is to zero: one slice, and if `again`, all that found no page before.
-    ///
-    /// # Errors
-    /// There is nothing to zero but slices whose file cannot be opened.
+    /// The slices to zero: one, and with `again`, all that found no page before. Fails if all others are slices whose
+    /// file cannot be opened.
     pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
         let (mut all, mut failed) = (Jobs::default(), Ok(()));
         for (page, part) in self.each().filter(|_| again) {
@@ -114,14 +108,13 @@ impl Parts {
                 Err(error) => failed = failed.and(Err(error)),
             }
         }
-        // Work that is due is done in any case, because a job that is dropped is never done.
+        // Jobs that are due are done in any case, because a job that is dropped is never done.
         match all.jobs.is_empty() {
             true => failed.map(|()| all),
             false => Ok(all),
         }
     }
 
-    /// What the API shows of all.
     pub fn stat(&self) -> PoolStat {
         let of = |page| stat(&self.0[page as usize].1);
         let other = |page| Some(of(page)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
@@ -130,7 +123,6 @@ impl Parts {
 }
 
 impl Jobs {
-    /// Is there nothing to do?
     pub fn is_empty(&self) -> bool {
         self.jobs.is_empty()
     }
@@ -140,8 +132,8 @@ impl Jobs {
         self.jobs.pop_front()
     }
 
-    /// One with these pages was done. If it was the last of its part that had found no page before, returns whether
-    /// one of those found one now.
+    /// A job with these pages was done. If it was the last of its part for slices that had found no page before,
+    /// returns whether one of those found one now.
     pub fn done(&mut self, page: Page, is_ready: bool) -> Option<bool> {
         let (left, found) = &mut self.again[page as usize];
         if *left == 0 {
@@ -153,8 +145,8 @@ impl Jobs {
     }
 }
 
-/// The part that memory for a VM comes from, and how; `None`: on demand. A slice of the part of pages of 1 GiB is such
-/// a page.
+/// The part for a VM's memory, and how it is taken; `None`: on demand. In the part of 1 GiB pages, a slice is one
+/// page.
 pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
     match pages {
         Pages::Slices => (Page::Huge, Some(Mode::Slices)),
@@ -164,7 +156,7 @@ pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
     }
 }
 
-/// The part that an operator's request is about.
+/// The part of an operator's request.
 pub(super) fn for_operator(pages: PoolPages) -> Page {
     match pages {
         PoolPages::Huge => Page::Huge,
@@ -172,13 +164,13 @@ pub(super) fn for_operator(pages: PoolPages) -> Page {
     }
 }
 
-/// Is this a file of the pool in this directory?
+/// Whether this is a file of the pool in this directory.
 pub(super) fn has(pool: &Path, file: FileId) -> bool {
     let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
     Page::ALL.into_iter().any(|page| {
         let dir = Parts::dir(pool, page);
         let files = device(&dir.join(page.files()));
-        // A folder that nothing is mounted on is of the same device as its parent.
+        // A folder without a mount has the device of its parent.
         files == Some(file.dev) && files != device(&dir)
     })
 }
@@ -187,14 +179,14 @@ fn open(pool: &Path, page: Page) -> Result<Reserve, Error> {
     Reserve::open(&Parts::dir(pool, page), Host::default().with(page))
 }
 
-fn why(page: Page, error: &Error) -> String {
-    format!("the pool's part of pages of {} cannot be used: {error}", page.name())
+fn why(page: Page, error: &Error) -> Invalid {
+    format!("the pool's part of pages of {} cannot be used: {error}", page.name()).into()
 }
 
 fn stat(part: &Part) -> PoolStat {
     let reserve = match part {
         Ok(reserve) => reserve,
-        Err(why) => return PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
+        Err(why) => return PoolStat { notes: vec![why.to_string()], ..PoolStat::default() },
     };
     let overview = reserve.overview();
     let node = |node: ballast_pool::Node| PoolNode {

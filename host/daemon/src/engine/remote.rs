@@ -1,13 +1,12 @@
-//! Remote: the cluster that far pages of all VMs may go to, and what is done for it beside the VMs' work.
+//! The cluster for far pages of all VMs, and the work for it beside that of the VMs.
 //!
 //! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
 //! that died, are removed; operators know of settings that would lose pages.
 //! Threads: one for all of that, which may wait for the network; its callers do not.
-//! Promise: a cluster that does not respond delays this thread only. The lease of a VM is renewed as long as its store
-//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back. What is
-//! removed is removed in steps, and leases are renewed between any two of them.
+//! Promise: a cluster that does not respond delays this thread only. The lease of a VM is renewed while its store
+//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back. Removal is
+//! done in steps, and leases are renewed between any two of them.
 
-use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -23,15 +22,15 @@ use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, Remote
 use ballast_store::{Codec, SlowStore, Store};
 
 use super::missing::MissingStore;
+use crate::config::{self, RemoteTls};
 use crate::events::Events;
-use crate::settings::{Privacy, Remoting, TlsFiles};
 
 /// Time between checks of the cluster's settings, and of the leases.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
-/// Time between scans of all its keys for VMs without a lease; and before one that failed goes on.
+/// Time between scans of all its keys for VMs without a lease; and before a failed one continues.
 const POLL_EVERY: Duration = Duration::from_secs(3600);
 const POLL_AGAIN: Duration = Duration::from_secs(60);
-/// Pause before a step of removing what ended VMs left is tried again.
+/// Pause before a failed step of removing an ended VM's pages is repeated.
 const RETRY: Duration = Duration::from_secs(5);
 /// Pause between two pieces of what a VM freed before it was closed.
 const TIDY_EVERY: Duration = Duration::from_millis(100);
@@ -39,9 +38,9 @@ const TIDY_EVERY: Duration = Duration::from_millis(100);
 /// The stores of this engine's VMs, with the VMs' names.
 type Stores = Arc<Mutex<Vec<(String, Weak<RemoteStore>)>>>;
 
-/// What the thread is told.
+/// A message to the thread.
 enum Told {
-    /// This VM is gone and does not return.
+    /// This VM is gone for good.
     Ended(VmId),
     /// The VM of this store is closed, and has freed pages that are not unlinked. It may return.
     Closed(Arc<RemoteStore>),
@@ -51,34 +50,35 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The cluster, and the thread that cares for it.
+/// The cluster, and the thread that works for it.
 #[derive(Debug)]
 pub struct Remote {
-    /// The cluster.
     pub cluster: Arc<Cluster>,
     /// Budget of the VMs' pages in it.
     pub budget: Arc<RemoteBudget>,
     told: mpsc::Sender<Told>,
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
-    /// Pages of VMs that have no key yet are to be sealed.
+    /// Pages of VMs without a key yet will be sealed.
     encrypt: bool,
     events: Arc<Events>,
 }
 
 impl Remote {
-    /// Use the cluster that these settings name. Nothing is waited for.
-    ///
-    /// # Errors
-    /// An address is invalid, or the kernel gives no thread.
-    pub fn begin(settings: &Remoting, privacy: &Privacy, events: Arc<Events>) -> anyhow::Result<Self> {
+    /// Uses the cluster in these settings, without waiting. Fails if an address is invalid, or the kernel gives no
+    /// thread.
+    pub fn begin(settings: &config::Remote, events: Arc<Events>) -> anyhow::Result<Self> {
         let addr = |text: &String| Addr::parse(text).with_context(|| format!("remote.nodes: {text:?} is no address"));
         let options = ClusterOptions {
             nodes: settings.nodes.iter().map(addr).collect::<Result<_, _>>()?,
             access: Access {
                 user: settings.user.clone(),
-                password_file: settings.password_file.clone().map(PathBuf::from),
-                tls: privacy.tls.clone().map(|TlsFiles { ca, own, name }| Tls { ca_file: ca, own, name }),
+                password_file: settings.password_file.clone(),
+                tls: settings.tls.clone().map(|RemoteTls { ca_file, cert_file, key_file, name }| Tls {
+                    ca_file,
+                    own: cert_file.zip(key_file),
+                    name,
+                }),
             },
             replicas: settings.replicas,
         };
@@ -100,15 +100,12 @@ impl Remote {
             .name("remote".into())
             .spawn(move || keeper.run(&its_told))
             .context("Starting a thread for the remote store")?;
-        let (budget, encrypt) = (RemoteBudget::new(settings.budget), privacy.encrypt);
+        let (budget, encrypt) = (RemoteBudget::new(settings.budget()), settings.encrypt);
         Ok(Self { cluster, budget, told, findings, stores, encrypt, events })
     }
 
-    /// The store of the VM that has this state file. If another engine has it as well (`beside`), no key is made before
-    /// that one is gone: it would know nothing of it.
-    ///
-    /// # Errors
-    /// The kernel has no random numbers.
+    /// The store of the VM of this state file. If another engine has it, too (`beside`), no key is made before that
+    /// engine is gone, because it would not know the key. Fails if the kernel has no random numbers.
     pub fn store(&self, state: &StateFile, beside: bool, codec: Codec) -> anyhow::Result<Arc<RemoteStore>> {
         let (name, events) = (state.name(), self.events.clone());
         let tell: Tell =
@@ -145,15 +142,15 @@ impl Remote {
         Ok(store)
     }
 
-    /// This VM is gone and does not return: remove its pages from the cluster, if it ever had any.
+    /// This VM is gone for good: removes its pages from the cluster, if it ever had any.
     pub fn ended(&self, vm: VmId) {
         if of(&self.stores, vm).iter().any(|store| store.may_be_used()) {
-            // Without the thread its lease runs out.
+            // Without the thread, its lease expires.
             let _ = self.told.send(Told::Ended(vm));
         }
     }
 
-    /// This VM is closed, and may return. What it freed goes nevertheless.
+    /// This VM is closed, and may return. Its freed pages are still removed.
     pub fn closed(&self, vm: VmId) {
         for store in of(&self.stores, vm).into_iter().filter(|store| !store.is_tidy()) {
             let _ = self.told.send(Told::Closed(store));
@@ -166,10 +163,8 @@ impl Remote {
     }
 }
 
-/// The remote store of a VM; without a cluster in the settings what stands for it, if its words may name pages there.
-///
-/// # Errors
-/// As for [`Remote::store`].
+/// The remote store of a VM; without a cluster in the settings, a replacement if its words may name pages there. Fails
+/// as [`Remote::store`].
 pub fn store_of(
     remote: Option<&Remote>,
     state: &StateFile,
@@ -202,39 +197,37 @@ impl Kept for ItsCluster {
     }
 }
 
-/// Make the key of a VM, and keep it in its state file.
+/// Makes the key of a VM, and stores it in its state file.
 fn make_key(state: &StateFile) -> std::io::Result<Seal> {
     let (since, key) = (ballast_remote::tick_now(), seal::new_key()?);
     state.keep_secret(since, &key);
     Ok(Seal::with(since, &key))
 }
 
-/// The stores that exist.
+/// The existing stores.
 fn all(stores: &Stores) -> Vec<(String, Arc<RemoteStore>)> {
     let mut stores = lock(stores);
     stores.retain(|(_, store)| store.strong_count() > 0);
     stores.iter().filter_map(|(name, store)| Some((name.clone(), store.upgrade()?))).collect()
 }
 
-/// Those of a VM.
 fn of(stores: &Stores, vm: VmId) -> Vec<Arc<RemoteStore>> {
     all(stores).into_iter().map(|(_, store)| store).filter(|store| store.vm() == vm).collect()
 }
 
-/// The thread.
 struct Caretaker {
     cluster: Arc<Cluster>,
     events: Arc<Events>,
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
-    /// VMs that are gone and have keys still.
+    /// VMs that are gone but still have keys.
     ended: lease::Ended,
-    /// Stores of closed VMs that have freed pages still.
+    /// Stores of closed VMs that still have freed pages.
     closed: Vec<Arc<RemoteStore>>,
     next_leases: Instant,
-    /// When a step that failed is tried again.
+    /// When a failed step is repeated.
     retry_at: Instant,
-    /// VMs whose leases could not be renewed for long, which was said.
+    /// VMs reported because their leases could not be renewed for long.
     late: Vec<VmId>,
 }
 
@@ -269,7 +262,7 @@ impl Caretaker {
         }
     }
 
-    /// Removes some of what VMs left. Returns when there is more to do.
+    /// Removes some of the pages that VMs left. Returns when there is more to do.
     fn remove(&mut self) -> Duration {
         for store in std::mem::take(&mut self.closed) {
             store.tidy();
@@ -286,10 +279,10 @@ impl Caretaker {
         if now >= self.retry_at {
             match self.ended.step(&self.cluster) {
                 Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
-                    tracing::info!(%vm, pages, "took the pages of a VM that is gone from the remote store");
+                    tracing::info!(%vm, pages, "removed the pages of an ended VM from the remote store");
                 }),
                 Err(error) => {
-                    tracing::warn!("Taking the pages of VMs that are gone from the remote store: {error}");
+                    tracing::warn!("Removing the pages of ended VMs from the remote store: {error}");
                     self.retry_at = now + RETRY;
                 }
             }
@@ -297,7 +290,7 @@ impl Caretaker {
         pause.min(self.retry_at.saturating_duration_since(now))
     }
 
-    /// Report new problems of the cluster. Those of a VM were reported by its store.
+    /// Reports new problems of the cluster. Those of a VM were reported by its store.
     fn check(&self) {
         identity::mend(&self.cluster);
         let found = check(&self.cluster);
@@ -310,7 +303,6 @@ impl Caretaker {
         }
     }
 
-    /// Renew the leases if it is time.
     fn keep_leases_in_time(&mut self) {
         if Instant::now() >= self.next_leases {
             self.keep_leases();
@@ -318,7 +310,7 @@ impl Caretaker {
         }
     }
 
-    /// Renew the leases. Report those that could not be renewed for half of their duration.
+    /// Renews the leases. Reports those that could not be renewed for half of their duration.
     fn keep_leases(&mut self) {
         let mut late = Vec::new();
         for (name, store) in all(&self.stores) {

@@ -1,9 +1,9 @@
-//! Served: a VM that the engine serves, with its processes and the work beside its workers.
+//! A VM that the engine serves, with its processes and the work beside its workers.
 //!
-//! Before: the keeper handed it over. After: orders, the scan for foreign mappers, the governor and the
-//! API find all of it here.
-//! Threads: any; locks are held for a moment.
-//! Promise: reclaim is held until a scan for foreign mappers that began after the last change is over.
+//! Before: the keeper handed it over. After: orders, the scan for foreign mappers, the governor and the API find
+//! everything about it here.
+//! Threads: any; locks are held briefly.
+//! Promise: reclaim is held until the end of a scan for foreign mappers that began after the last change.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -19,18 +19,16 @@ use ballast_store::{GroupMember, RamStore, Store};
 use super::late;
 use super::workers::Jobs;
 
-/// The smallest limit: below it a guest cannot even keep its kernel resident.
+/// The smallest limit: below it, a guest cannot even keep its kernel resident.
 pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
 
-/// Why a VM is held that an operator had restored.
+/// Why a VM is held after an operator's restore.
 pub const KEPT: &str = "an operator wants all of it in memory (`ballast vm restore NAME --end` ends that)";
 
-/// A VM the engine serves.
 #[derive(Debug)]
 pub struct Served {
-    /// The VM.
     pub vm: Arc<Vm>,
-    /// Its store, for what only this kind knows.
+    /// Its RAM store, for what other stores do not have.
     pub store: Arc<RamStore>,
     /// Its part of its group's store, if it is in a group.
     pub group: Option<Arc<GroupMember>>,
@@ -40,15 +38,15 @@ pub struct Served {
     pub vmm: String,
     /// Work beside its orders and workers.
     pub jobs: Jobs,
-    /// Words or tables were lost while another engine had the VM as well: it must be opened again.
+    /// Words or tables were lost while another engine had the VM, too: it must be reopened.
     pub is_damaged: AtomicBool,
     /// Its processes, including those that are about to be served.
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    /// Threads that bring all of its pages back.
+    /// Number of threads that restore all of its pages.
     restoring: Arc<AtomicUsize>,
-    /// How often a scan for foreign mappers was requested: the hold ends with a scan that began after the last request.
+    /// Scans for foreign mappers that were requested: the hold ends with a scan that began after the last request.
     scans_requested: Mutex<u64>,
 }
 
@@ -98,30 +96,30 @@ impl Served {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
-    /// End all work for it but the serving of its faults. Blocks; a disk or a cluster may be waited for.
+    /// Ends all work for it, except the serving of its faults. Blocks; may wait for a disk or a cluster.
     pub fn end_work(&self) {
         self.vm.serve_faults_only();
         self.jobs.close();
     }
 
-    /// End all work for it. Its faults are served until nothing that may wait is left.
+    /// Ends all work for it. Its faults are served until nothing that may wait is left.
     pub fn stop(&self) {
         self.end_work();
         self.vm.stop();
         self.settle();
     }
 
-    /// Do what its near stores have put off. Call it when the VM was stopped: another thread may still look at it when
-    /// its arenas have been opened again, and nothing must be done then. A disk is not waited for: recovery finds what
-    /// a file store has put off.
+    /// Does deferred work of its near stores. To be called when the VM was stopped, because another thread may still
+    /// hold it when its arenas have been opened again, and nothing must be done then. Does not wait for a disk:
+    /// recovery finds a file store's deferred work.
     pub fn settle(&self) {
         self.vm.stores.near().iter().for_each(|tier| tier.store.tidy());
     }
 
-    /// Only serve its faults from now on, from whatever store.
+    /// From now on, only serves its faults, from all stores.
     ///
-    /// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a
-    /// write that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
+    /// Nothing is put into any store from then on. If an operation is in progress that only recovery could complete (a
+    /// late write, a file that is being opened and swept), the VM moves without it.
     pub fn serve_faults_only(&self) -> io::Result<()> {
         let stores = &self.vm.stores;
         if let Some(why) = self.unserved() {
@@ -136,7 +134,7 @@ impl Served {
             group.part();
         }
         self.end_work();
-        // Tasks put off so far are done; those that its faults put off from now on are done when it is closed.
+        // Deferred work so far is done; what its faults defer from now on is done when it is closed.
         stores.first().store.tidy();
         // The last spill may have given up waiting.
         finished()
@@ -146,19 +144,19 @@ impl Served {
         self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hold reclaim until a scan for other processes that map its RAM. The caller then requests that scan.
+    /// Holds reclaim until a scan for foreign mappers. The caller then requests that scan.
     pub fn hold_unchecked(&self) {
         let mut asked = self.scans_requested();
         *asked += 1;
         self.vm.hold(Hold::Unchecked, Some(VmStat::UNCHECKED.into()));
     }
 
-    /// How often a scan has been requested.
+    /// Number of scans requested so far.
     pub fn asked(&self) -> u64 {
         *self.scans_requested()
     }
 
-    /// A scan is over; `asked` scans had been requested when it began.
+    /// A scan is done; `asked` scans had been requested when it began.
     pub fn checked(&self, asked: u64) {
         let now = self.scans_requested();
         if *now == asked {
@@ -166,7 +164,7 @@ impl Served {
         }
     }
 
-    /// Hold reclaim at once, and bring every page back on a thread of its own, which then reports the result.
+    /// Holds reclaim at once, and restores each page on its own thread, which then reports the result.
     pub fn restore(
         &self,
         kind: Hold,
@@ -176,30 +174,30 @@ impl Served {
         self.vm.hold(kind, Some(reason));
         let releases = self.vm.releases();
         self.bring_back(move |vm, result| {
-            // One that ended because nothing held the VM any more has not failed, also if it is held again.
+            // A restore that ended because nothing held the VM has not failed, even if the VM is held again.
             if let Err(error) = &result
                 && vm.held().is_some()
                 && vm.releases() == releases
             {
-                vm.report("restore-failed", format!("Bringing its pages back: {error}"));
+                vm.report("restore-failed", format!("Restoring its pages: {error}"));
             }
             then(result);
         })
     }
 
-    /// Brings back what is far of a VM that is held, unless a thread does: there was none, or it met an error.
+    /// Restores far pages of a held VM, unless a thread does: it may have been missing, or met an error.
     pub fn restore_rest(&self) -> io::Result<()> {
         if self.vm.stats().get(Counter::Far) == 0 || self.restoring.load(Ordering::Acquire) > 0 {
             return Ok(());
         }
         self.bring_back(|vm, result| {
             if let Err(error) = result {
-                tracing::warn!(vm = vm.state.name(), "Bringing its pages back again: {error}");
+                tracing::warn!(vm = vm.state.name(), "Restoring its pages again: {error}");
             }
         })
     }
 
-    /// Begins a thread that brings all of its pages back, and then does this.
+    /// Starts a thread that restores all of its pages, and then calls `then`.
     fn bring_back(&self, then: impl FnOnce(&Vm, io::Result<()>) + Send + 'static) -> io::Result<()> {
         let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
         self.jobs.begin("restore", move || {
@@ -210,12 +208,10 @@ impl Served {
         })
     }
 
-    /// Its processes.
     pub fn pids(&self) -> Vec<u32> {
         self.pids.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
     }
 
-    /// This process is one of them.
     pub fn add_pid(&self, pid: u32) {
         self.pids.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
     }
@@ -229,7 +225,7 @@ impl Served {
         self.all_unserved().values().next().cloned()
     }
 
-    /// Why this process counts as one that has not attached, if it does.
+    /// Why this process counts as not attached, if it does.
     pub fn unserved_of(&self, pid: u32) -> Option<String> {
         self.all_unserved().get(&pid).cloned()
     }
@@ -239,17 +235,15 @@ impl Served {
         self.all_unserved().insert(pid, reason);
     }
 
-    /// The same, and hold the VM for that, with every page back: such a process may read zeros where pages are far.
-    ///
-    /// # Errors
-    /// There is no thread to bring pages back; the VM is held all the same.
+    /// Like `set_unserved`, and holds the VM with each page restored, because such a process may read zeros where pages
+    /// are far. An error: no thread could be started; the VM is still held.
     pub fn hold_unserved(&self, pid: u32, reason: String) -> io::Result<()> {
         self.set_unserved(pid, reason.clone());
         self.restore(Hold::Shared, reason, |_| ())
     }
 
-    /// There is no reason of this kind any more not to reclaim. Returns whether it is released: not while a process is
-    /// not served. Who notes such a process holds the VM afterwards, so either is seen.
+    /// Ends a hold of this kind, and returns whether it is ended: `Shared` stays while some process is not served. A
+    /// thread that notes such a process holds the VM afterwards, so either it or this call sees the other's change.
     pub fn release(&self, kind: Hold) -> bool {
         let unserved = self.all_unserved();
         let is_released = kind != Hold::Shared || unserved.is_empty();
@@ -259,14 +253,13 @@ impl Served {
         is_released
     }
 
-    /// Take over what an earlier opening of the same VM knew of its processes.
+    /// Takes over what an earlier opening of the VM knew of its processes.
     pub fn take_after(&self, last: &Self) {
         *self.all_unserved() = last.all_unserved().clone();
         let pids = last.pids().into_iter().collect();
         *self.pids.lock().unwrap_or_else(PoisonError::into_inner) = pids;
     }
 
-    /// This process is gone.
     pub fn forget_pid(&self, pid: u32) {
         self.pids.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
         self.all_unserved().remove(&pid);

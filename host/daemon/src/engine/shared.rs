@@ -1,7 +1,8 @@
 //! State shared by the thread that takes orders and the workers of VMs.
 //!
 //! Before: the engine has begun. After: `mod` takes orders with it, and `vms`, `make`, `memory` and `write_back` carry
-//! them out. Threads: any.
+//! them out.
+//! Threads: any.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::Report;
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::Vm;
@@ -26,30 +28,29 @@ use crate::events::Events;
 use crate::settings::Settings;
 
 /// The place of a file store's file, and its index.
-pub(super) type Made = Result<[OwnedFd; 2], String>;
+pub(super) type Made = Result<[OwnedFd; 2], Failure>;
 
 /// File stores whose disk has not responded in time.
 #[derive(Debug, Default)]
 pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
 
 impl Overdue {
-    /// Is there still one?
     pub fn is_any(&self) -> bool {
         let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
         !overdue.is_empty()
     }
 
-    /// Add one, which sends when its disk has responded.
+    /// Adds a store; `made` gets a message when its disk has responded.
     pub fn add(&self, made: Receiver<Made>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
     }
 }
 
-/// A VM that is being closed: set when its far pages are not to be written back any more.
+/// A VM that is being closed: set when its far pages must no longer be written back.
 pub(super) type Closing = Arc<AtomicBool>;
 
-/// When this is dropped, the calling thread no longer works for the VM.
+/// The calling thread works for the VM until this is dropped.
 pub(super) struct Unlists<'a>(pub &'a Vm);
 
 impl Drop for Unlists<'_> {
@@ -58,7 +59,7 @@ impl Drop for Unlists<'_> {
     }
 }
 
-/// Recover the words of a VM after its workers have ended.
+/// Recovers the words of a VM after its workers have ended.
 pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
     let recovered = vm.recover()?;
     let far: Vec<_> = recovered.live.iter().map(|(number, live)| (*number, live.count())).collect();
@@ -66,14 +67,13 @@ pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// State shared by the thread that takes orders and the workers.
 pub(super) struct Engine {
     pub keeper: Arc<OwnedFd>,
     pub me: Process,
     pub host: Arc<Host>,
     pub governor: Arc<Governor>,
     pub events: Arc<Events>,
-    /// A scan for foreign mappers follows for each VM that is sent here.
+    /// Requests a scan for foreign mappers of a VM.
     pub mapper_scan: mpsc::Sender<Arc<Served>>,
     /// VMs that are being closed.
     pub closing: Mutex<HashMap<VmId, Closing>>,
@@ -81,31 +81,29 @@ pub(super) struct Engine {
     pub overdue: Overdue,
     /// VMs that could not be opened, and why.
     pub unopened: Mutex<HashMap<VmId, Unopened>>,
-    /// VMs that another engine serves as well and that this one has closed: the keeper records it, unless it dies
-    /// before it reads the report.
+    /// VMs that another engine serves, too, and that this one has closed: the keeper records it, unless it dies before
+    /// it reads the report.
     pub parted: Mutex<Vec<StateFile>>,
 }
 
 impl Engine {
-    /// The engine's settings.
     pub fn settings(&self) -> &Settings {
         &self.host.settings
     }
 
-    /// Open a VM's state file once more, for a thread of its own.
+    /// Opens a VM's state file once more, for another thread.
     pub fn open_again(&self, state: &StateFile) -> anyhow::Result<StateFile> {
         let state = StateFile::open(state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
         state.open_as(self.me.pid, self.me.start);
         Ok(state)
     }
 
-    /// Send a report to the keeper.
     pub fn report(&self, report: &Report) -> anyhow::Result<()> {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
     }
 
-    /// Remember why this VM could not be opened, or that it could.
-    /// `is_whole`: the order came with all of its descriptors.
+    /// Records why this VM could not be opened, or that it could. `is_whole`: the order came with all of its
+    /// descriptors.
     pub fn unopened(&self, vm: VmId, why: Option<&anyhow::Error>, is_whole: bool) {
         self.forget_unopened(vm);
         if let Some(error) = why {
@@ -114,17 +112,16 @@ impl Engine {
         }
     }
 
-    /// Why this VM could not be opened.
     pub fn why_unopened(&self, vm: VmId) -> Option<String> {
         self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).map(|why| why.text.clone())
     }
 
-    /// The same, and forget it.
+    /// Why this VM could not be opened; forgets it.
     pub fn forget_unopened(&self, vm: VmId) -> Option<Unopened> {
         self.unopened.lock().unwrap_or_else(PoisonError::into_inner).remove(&vm)
     }
 
-    /// This engine has closed a VM that another one serves as well.
+    /// This engine has closed a VM that another one serves, too.
     pub fn has_parted(&self, state: Option<StateFile>) {
         let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
         parted.extend(state);
@@ -132,26 +129,25 @@ impl Engine {
         parted.retain(|state| state.leaving() == Some((self.me.pid, self.me.start)));
     }
 
-    /// This engine is to have the VM again.
     pub fn has_again(&self, vm: VmId) {
         self.parted.lock().unwrap_or_else(PoisonError::into_inner).retain(|state| state.id() != vm);
     }
 
-    /// The keeper is gone: record the closings that it may not have heard of.
+    /// The keeper is gone: records the closings that it may not have read.
     pub fn record_parted(&self) {
         self.has_parted(None);
         let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
         parted.drain(..).for_each(|state| state.has_left());
     }
 
-    /// An order failed, of this VM or of none.
+    /// Reports that an order failed; `vm` is the VM that it was about, if any.
     pub fn failed(&self, vm: Option<String>, what: &str, error: &anyhow::Error) {
         tracing::error!(vm, "Carrying out {what}: {error:#}");
         self.events.add(vm, "order-failed", format!("{error:#}"));
     }
 
-    /// The order of this number is carried out, or failed for this reason.
+    /// The order of this number is done, or failed for this reason.
     pub fn done(&self, seq: u64, result: io::Result<()>) -> anyhow::Result<()> {
-        self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
+        self.report(&Report::Done { seq, result: result.map_err(Failure::new) })
     }
 }

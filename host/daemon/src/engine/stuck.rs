@@ -1,9 +1,8 @@
-//! Stuck: reports when a VM waits for a thread of this engine that sleeps in the kernel.
+//! Reports that a VM waits for a thread of this engine that sleeps in the kernel.
 //!
-//! Before: a thread that works for a VM sleeps in a system call, for example for the `mmap_lock` of a VMM that holds
-//! it.
-//! After: an operator has been told which thread, and again when it goes on. Other VMs do not wait for it: each has
-//! threads of its own.
+//! Before: a thread that works for a VM sleeps in a system call, for example for the `mmap_lock` of a VMM. After: an
+//! operator was told which thread, and again when it continues. Other VMs do not wait for it, because each has its own
+//! threads.
 //! Threads: one, which reads the states of threads and nothing that could delay it.
 //! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
 //! checked once for all of them.
@@ -22,7 +21,6 @@ use super::served::Served;
 const EVERY: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(4);
 
-/// Start the checks.
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     let mut seen = HashMap::new();
     let body = move || {
@@ -37,7 +35,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
 /// The state of a VM at the last check.
 #[derive(Default)]
 struct Seen {
-    /// Threads that slept at the last check, their CPU time then, and since when that has not changed.
+    /// Threads that slept at the last check: CPU time, and since when that has not changed.
     sleeping: HashMap<u32, (u64, Instant)>,
     told: Option<Instant>,
 }
@@ -65,7 +63,7 @@ fn check(host: &Host, seen: &mut HashMap<VmId, Seen>) {
 }
 
 impl Seen {
-    /// The reports about this VM.
+    /// The report about this VM.
     fn update(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
         let me = std::process::id();
         let before = std::mem::take(&mut self.sleeping);

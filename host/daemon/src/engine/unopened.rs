@@ -1,9 +1,9 @@
-//! VMs that could not be opened, and which failures may pass.
+//! VMs that could not be opened, and the failures that may pass.
 //!
-//! Before: an order about a VM failed. After: the reason is known to those that ask about the VM; if it may pass, the
+//! Before: an order about a VM failed. After: the reason is known to callers that ask about the VM; if it may pass, the
 //! keeper gives this engine the VM again (`Report::Lost`).
-//! Threads: the VMs' workers. Promise: a lack of descriptors or threads is never final, and one of memory not for
-//! opening a VM.
+//! Threads: the VMs' workers.
+//! Promise: a lack of descriptors or threads is never final, and a lack of memory is not final for opening a VM.
 
 use std::error::Error;
 use std::io;
@@ -17,13 +17,14 @@ pub(super) struct Unopened {
     pub may_pass: bool,
 }
 
-/// Did it fail because this engine, or the host, lacks descriptors or threads? No process of a VM causes that for its
-/// own part; the kernel says *no memory* also if a process has too many mappings, or is gone.
+/// Whether it failed because this engine, or the host, lacks descriptors or threads. A single process of a VM cannot
+/// cause that, unlike ENOMEM, which the kernel also returns for a process that has too many mappings or is gone.
 pub(super) fn lacks_handles(error: &(dyn Error + 'static)) -> bool {
     is_one_of(error, &[Errno::MFILE, Errno::NFILE, Errno::AGAIN])
 }
 
-/// Did opening a VM, which is about no process, fail for want of something that may be there later: these, or memory?
+/// Whether opening a VM, which involves no process, failed for lack of something that may be there later: the above, or
+/// memory.
 pub(super) fn may_pass(error: &(dyn Error + 'static)) -> bool {
     lacks_handles(error) || is_one_of(error, &[Errno::NOMEM, Errno::NOSPC, Errno::NOBUFS])
 }
@@ -48,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lack_of_memory_may_pass_at_any_depth_and_damage_does_not() {
+    fn a_lack_of_memory_may_pass_at_any_depth_but_damage_does_not() {
         let of = |errno: Errno| Err::<(), _>(io::Error::from(errno)).context("Mapping").context("Opening the arena");
         assert!(may_pass(of(Errno::NOMEM).expect_err("an error").as_ref()));
         assert!(may_pass(anyhow::Error::new(Errno::MFILE).as_ref()));

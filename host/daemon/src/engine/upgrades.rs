@@ -1,4 +1,4 @@
-//! Upgrades, from the engine's side: it is asked for one, passes that on to the keeper, and shows the state.
+//! Upgrades, from the engine's side: receives the request, passes it on to the keeper, and shows the state.
 //!
 //! Before: an operator asks the API. After: the keeper has said whether it begins, and tells each engine the state, so
 //! that a client that asks the successor learns the result.
@@ -8,24 +8,19 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use anyhow::{Context, bail};
 use ballast_api::{UpgradeStage, UpgradeStat};
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::Report;
 use ballast_handover::upgrading::{Stage, Upgrading};
 use rustix::fs::OFlags;
 
 /// How long the keeper may take to reply whether it begins. It waits for no other process.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
-
-/// How long the beginning of a program's file may take to come. Starting a program stops the keeper until its file was
-/// opened, so a file server that does not answer must not be met there.
-const READ_WITHIN: Duration = Duration::from_secs(3);
-/// Threads that may wait for such file servers, permanently.
-const MOST_READS: u32 = 4;
 
 /// The state of the last upgrade, and open requests.
 #[derive(Debug, Default)]
@@ -34,7 +29,7 @@ pub struct Upgrades(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     now: Upgrading,
-    asked: HashMap<u64, Sender<Result<(), String>>>,
+    asked: HashMap<u64, Sender<Result<(), Failure>>>,
     last_ask: u64,
 }
 
@@ -49,14 +44,13 @@ impl Upgrades {
     }
 
     /// The keeper says whether it begins one.
-    pub fn answered(&self, ask: u64, result: Result<(), String>) {
+    pub fn answered(&self, ask: u64, result: Result<(), Failure>) {
         if let Some(waiting) = self.lock().asked.remove(&ask) {
             // The caller may have given up.
             let _ = waiting.send(result);
         }
     }
 
-    /// The state of the last one.
     pub fn stat(&self) -> UpgradeStat {
         let now = self.lock().now.clone();
         UpgradeStat {
@@ -78,22 +72,19 @@ impl Upgrades {
             longest_switch_us: now.longest_switch_us,
             message: now.message,
             keeper_replaced: now.keeper.as_ref().map(Result::is_ok),
-            keeper_message: now.keeper.and_then(Result::err).unwrap_or_default(),
+            keeper_message: now.keeper.and_then(Result::err).map_or_else(String::new, |why| why.to_string()),
         }
     }
 
-    /// Have the keeper begin one. `report` brings it the request.
-    ///
-    /// # Errors
-    /// Why it does not begin.
+    /// Has the keeper begin one. `report` sends it the request. The error says why it does not begin.
     pub fn begin(
         &self,
         program: Option<String>,
         report: impl FnOnce(&Report) -> anyhow::Result<()>,
-    ) -> Result<UpgradeStat, String> {
+    ) -> anyhow::Result<UpgradeStat> {
         let program = program.unwrap_or_default();
         if !program.is_empty() {
-            read_beginning(&program)?;
+            read_beginning(&program).with_context(|| format!("reading {program}"))?;
         }
         let (sender, answer) = mpsc::channel();
         let ask = {
@@ -104,54 +95,23 @@ impl Upgrades {
             ask
         };
         let sent = report(&Report::Upgrade { ask, program });
-        let answer = match sent {
-            Ok(()) => answer.recv_timeout(ANSWER_WITHIN).unwrap_or_else(|error| match error {
-                RecvTimeoutError::Timeout => Err("the keeper does not answer".into()),
-                RecvTimeoutError::Disconnected => Err("the keeper is not listened to any more".into()),
-            }),
-            Err(error) => Err(format!("{error:#}")),
-        };
+        let answer = sent.map(|()| answer.recv_timeout(ANSWER_WITHIN));
         self.lock().asked.remove(&ask);
-        answer.map(|()| self.stat())
+        match answer? {
+            Ok(begins) => begins?,
+            Err(RecvTimeoutError::Timeout) => bail!("the keeper does not answer"),
+            Err(RecvTimeoutError::Disconnected) => bail!("the keeper is not listened to any more"),
+        }
+        Ok(self.stat())
     }
 }
 
-/// Threads that read the beginning of a program's file now.
-static READS: AtomicU32 = AtomicU32::new(0);
-
-/// Counts such a thread until it is dropped.
-struct Reading;
-
-impl Drop for Reading {
-    fn drop(&mut self) {
-        READS.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Reads the beginning of a program's file, on a thread that may wait for ever.
-///
-/// # Errors
-/// It cannot be read, or its file server does not answer.
-fn read_beginning(program: &str) -> Result<(), String> {
-    let (earlier, reading) = (READS.fetch_add(1, Ordering::Relaxed), Reading);
-    if earlier >= MOST_READS {
-        return Err(format!("the files of {MOST_READS} earlier programs still do not come"));
-    }
-    let (sender, result) = mpsc::channel();
-    let path = program.to_owned();
-    let read = move || {
-        let _reading = reading;
-        // Not to wait for a writer, if it is a FIFO.
-        let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
-        // The caller may have given up.
-        let _ = sender.send(opened.and_then(|mut file| file.read(&mut [0; ballast_base::PAGE_SIZE])));
-    };
-    let begun = std::thread::Builder::new().name("program".into()).spawn(read);
-    let read = begun.and_then(|_| {
-        let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {READ_WITHIN:?}"));
-        result.recv_timeout(READ_WITHIN).map_err(late)?
-    });
-    read.map(drop).map_err(|error| format!("reading {program}: {error}"))
+/// Reads the beginning of a program's file. The keeper opens the file without a time limit, so a file server that hangs
+/// must delay this request instead.
+fn read_beginning(program: &str) -> io::Result<()> {
+    // Nonblocking, so as not to wait for a writer of a FIFO.
+    let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(program);
+    opened?.read(&mut [0; ballast_base::PAGE_SIZE]).map(drop)
 }
 
 #[cfg(test)]
@@ -161,7 +121,7 @@ mod tests {
     #[test]
     fn the_keepers_reply_goes_to_the_caller() {
         let upgrades = Upgrades::default();
-        let says = |result: Result<(), String>| {
+        let says = |result: Result<(), Failure>| {
             upgrades.begin(Some("/bin/true".into()), |report| {
                 let Report::Upgrade { ask, program } = report else { panic!("{report:?}") };
                 assert_eq!(program, "/bin/true");
@@ -173,7 +133,7 @@ mod tests {
         };
         let stat = says(Ok(())).expect("it begins");
         assert_eq!((stat.number, stat.stage), (7, UpgradeStage::Checking));
-        assert_eq!(says(Err("no".into())), Err("no".into()));
+        assert_eq!(says(Err("no".into())).expect_err("it does not").to_string(), "no");
         upgrades.begin(None, |_| anyhow::bail!("gone")).expect_err("no keeper");
     }
 }

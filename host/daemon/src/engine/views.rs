@@ -1,7 +1,7 @@
-//! Views: a process whose faults are to be served, even if not all of its RAM can be.
+//! Adds a process whose faults will be served, even if not all of its RAM can be.
 //!
 //! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served. If pages are far
-//! where the kernel does not register its memory (the VMM unmapped it unannounced), the VM is not reclaimed from.
+//! where the kernel does not register its memory (the VMM unmapped it unannounced), the VM is not reclaimed.
 //! Threads: the VM's worker.
 //! Promise: all regions are served, whatever is mapped there. One that cannot be registered costs an event and the
 //! limit.
@@ -12,13 +12,12 @@ use std::sync::Arc;
 use anyhow::Context;
 use ballast_base::wire::Span;
 use ballast_pager::vm::client_peer::ClientPeer;
-use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
 use ballast_sys::Uffd;
 
 use super::served::Served;
 
-/// Serve this process with these descriptors, as far as it can be.
+/// Serves this process with these descriptors, as far as possible.
 pub fn add(
     served: &Arc<Served>,
     pid: u32,
@@ -27,7 +26,7 @@ pub fn add(
     spans: &[(Span, u32)],
 ) -> anyhow::Result<()> {
     let vm = &served.vm;
-    let (shards, control) = match descriptors(fds) {
+    let (uffds, control) = match descriptors(fds) {
         Ok(descriptors) => descriptors,
         Err(error) => {
             let reason = format!("process {pid} is not served: {error:#}");
@@ -36,7 +35,7 @@ pub fn add(
         }
     };
     let epoch = vm.state.epoch();
-    let view = Arc::new(View::new(pid, shards, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
+    let view = Arc::new(View::new(pid, uffds, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
     let added = vm.add_view(view, spans);
     let reason = match &added {
         Ok(bad) if bad.is_empty() => return Ok(()),
@@ -53,8 +52,8 @@ pub fn add(
 }
 
 /// The descriptors that come with a view: userfaultfds, then the control socket.
-fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Shards, OwnedFd)> {
+fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Vec<Uffd>, OwnedFd)> {
     let control = fds.pop().context("a view needs descriptors, none came")?;
-    let shards = Shards::new(fds.into_iter().map(Uffd::from).collect());
-    Ok((shards.context("a view needs a userfaultfd, none came")?, control))
+    anyhow::ensure!(!fds.is_empty(), "a view needs a userfaultfd, none came");
+    Ok((fds.into_iter().map(Uffd::from).collect(), control))
 }

@@ -1,23 +1,24 @@
-//! The settings of a VM that attaches for the first time, before its workers start and the first page can go.
+//! The settings of a VM that attaches for the first time, before its workers start and the first page can be evicted.
 //!
-//! Before: the keeper has made the VM's state file, with the limit of the command line. After: the file has what
-//! operators changed of this VM earlier, and what the configuration says of it.
-//! Threads: the VM's worker; those of the API read. Promise: whatever cannot be read, the VM is served; an event says
-//! what it does not have.
+//! Before: the keeper has made the VM's state file, with the limit of the command line. After: the file has the
+//! operators' earlier changes of this VM, and its part of the configuration.
+//! Threads: the VM's worker; those of the API read.
+//! Promise: whatever cannot be read, the VM is served; an event names what it does not have.
 
+use ballast_adopt::cgroup;
 use ballast_api::{SettingSource, SourceKind};
 use ballast_handover::state_file::StateFile;
 
 use super::governor::operator;
 use super::host::Host;
-use crate::rules::{self, Identity, NAMES, Settled, Source, Sources, Wanted};
+use crate::rules::{self, Identity, NAMES, Settled, Sources, Wanted};
 
-/// Who a VM is.
+/// The identity of a VM, for rules.
 pub fn identity(state: &StateFile) -> Identity {
     let (uid, pid) = state.owner().map_or((None, None), |(uid, pid)| (Some(uid), Some(pid)));
-    let cgroups = pid.map(cgroups).unwrap_or_default();
+    let cgroups = pid.map(cgroup::paths).unwrap_or_default();
     let name = state.name();
-    // `vm-PID`, or `vm-PID-NAMESPACE` by the process's own number in another namespace.
+    // `vm-PID`, or `vm-PID-NAMESPACE` with the process's own pid in another namespace.
     let own = |pid: u32| name == format!("vm-{pid}");
     let numbers = name.strip_prefix("vm-").map(|rest| rest.split('-').map(str::parse::<u32>).collect::<Vec<_>>());
     let is_of_namespace = matches!(numbers.as_deref(), Some([Ok(_), Ok(namespace)]) if *namespace >= 0xF000_0000);
@@ -25,13 +26,7 @@ pub fn identity(state: &StateFile) -> Identity {
     Identity { name, is_named, uuid: state.uuid(), uid, cgroups }
 }
 
-/// The control groups of a process.
-fn cgroups(pid: u32) -> Vec<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(str::to_owned).collect()
-}
-
-/// Give a VM its settings, unless it has had them.
+/// Gives a VM its settings, unless it had them before.
 pub fn settle(host: &Host, state: &StateFile) {
     if Sources::of_word(state.sources()).is_some() {
         return;
@@ -43,12 +38,12 @@ pub fn settle(host: &Host, state: &StateFile) {
         note("settings-unread", format!("{name} starts without what operators changed of it earlier: {error}"));
         None
     });
-    let kept = kept.map(|patch| (Source::Operator, Wanted::from(&patch)));
-    let rules = rules::for_vm(&host.settings.vms.rules, &vm);
-    let rules = rules.into_iter().map(|rule| (Source::Rule, rule.wanted));
+    let kept = kept.map(|patch| (SourceKind::Operator, Wanted::from(&patch)));
+    let rules = rules::for_vm(&host.settings.rules, &vm);
+    let rules = rules.into_iter().map(|rule| (SourceKind::Rule, rule.wanted));
     let all: Vec<_> = kept.into_iter().chain(rules).collect();
     let mut settled = rules::settle(state.limit(), &all);
-    // Sources that agree each with itself may contradict one another.
+    // Sources that are consistent alone may contradict each other.
     let limit = settled.limit.map(|limit| limit.0);
     if let Some(why) = settled.settings.contradiction(u64::MAX, limit) {
         note("settings-unread", format!("{} has its limit alone, because its settings do not agree: {why}", vm.name));
@@ -74,20 +69,15 @@ fn in_words(SettingSource { setting, source, rule }: &SettingSource) -> String {
     }
 }
 
-/// Where the settings of a VM come from, those that somebody named.
+/// The sources of those settings of a VM that somebody named.
 pub fn sources(host: &Host, state: &StateFile) -> Vec<SettingSource> {
     let sources = Sources::of_word(state.sources()).unwrap_or_default().0;
-    let rules = match sources.contains(&Source::Rule) {
-        true => rules::for_vm(&host.settings.vms.rules, &identity(state)),
+    let rules = match sources.contains(&Some(SourceKind::Rule)) {
+        true => rules::for_vm(&host.settings.rules, &identity(state)),
         false => Vec::new(),
     };
     let named = (0..NAMES.len()).filter_map(|at| {
-        let source = match sources[at] {
-            Source::Default => return None,
-            Source::CommandLine => SourceKind::CommandLine,
-            Source::Operator => SourceKind::Operator,
-            Source::Rule => SourceKind::Rule,
-        };
+        let source = sources[at]?;
         let rule = rules.iter().find(|rule| source == SourceKind::Rule && rule.wanted.says()[at]);
         Some(SettingSource { setting: NAMES[at].into(), source, rule: rule.map(|rule| rule.pattern.clone()) })
     });

@@ -1,8 +1,8 @@
-//! Orders about one VM: opened, joined by a process, given RAM, brought back, closed.
+//! Orders about one VM: opens it, adds processes and RAM, restores it, closes it.
 //!
-//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the VM is as the order says, or an
-//! event says why not.
-//! Threads: the VM's worker; the calling thread is in the list of the VM's state file meanwhile.
+//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the order is done, or an event says
+//! why not.
+//! Threads: the VM's worker, which is in the list of the VM's state file during the order.
 //! Promise: only a VM whose state file names this engine is opened.
 
 use std::io;
@@ -15,6 +15,7 @@ use anyhow::Context;
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{self, StoreFiles, VmId};
+use ballast_handover::failure::Failure;
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
@@ -37,7 +38,6 @@ use super::unopened::{lacks_handles, may_pass};
 use super::{views, vm_settings};
 use crate::config::Compression;
 use crate::tiering::Tiering;
-use crate::tracking;
 
 /// The content of an order to open a VM.
 struct Opening {
@@ -51,7 +51,7 @@ struct Opening {
 }
 
 impl Engine {
-    /// Carry out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
+    /// Carries out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
     pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>, is_whole: bool) {
         let what = format!("{order:?}");
         let opens = matches!(order, Order::OpenVm { .. });
@@ -89,12 +89,12 @@ impl Engine {
             }
             (Order::AddRegion { pid, span, number, files, .. }, Some(served)) => {
                 let added = ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files));
-                // What `add_region` has said itself is more exact.
+                // The error that `add_region` reported itself is more exact.
                 if let Err(error) = &added
                     && served.unserved_of(pid).is_none()
                 {
                     let reason = format!("region {number} of process {pid} is not served: {error:#}");
-                    // The error that is reported is the one that it had first.
+                    // The first error is reported.
                     let _ = served.hold_unserved(pid, reason);
                 }
                 added
@@ -142,10 +142,10 @@ impl Engine {
         }
     }
 
-    /// The engine that served this VM as well has closed it: do all the rest for it, too.
+    /// The other engine of this VM has closed it: does all the rest for it, too.
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
-        // If it was opened again for a memory error, after the other engine had closed it, its stores are this engine's
-        // and its workers run.
+        // If it was reopened for a memory error after the other engine had closed it, its stores belong to this engine
+        // already, and its workers run.
         let owns = if served.vm.is_alone() {
             Ok(())
         } else {
@@ -159,13 +159,13 @@ impl Engine {
         if matches!(has_lost, Ok(true)) {
             served.is_damaged.store(true, Ordering::Release);
         }
-        // Opens it again if it is damaged.
+        // Reopens it if it is damaged.
         memory_error::notify();
         owns.and(has_lost.map(drop))
     }
 
-    /// Report whether this process is served in these regions. If not, it may read zeros where pages are far, so it is
-    /// answered once no page is.
+    /// Reports whether this process is served in these regions. If not, it may read zeros where pages are far, so the
+    /// reply is sent once no page is.
     fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
         let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
         let in_all =
@@ -182,13 +182,13 @@ impl Engine {
         self.restore(served, Hold::Shared, reason, seq)
     }
 
-    /// Keep every page in memory, and report when all are back: a VMM that is about to pin its memory must not wait for
-    /// a far page in the kernel, and a process that cannot be served must find none. On a thread of its own, because
-    /// that takes a second for some 100,000 far pages.
+    /// Keeps each page in memory, and reports when all are restored: a VMM that is about to pin its memory must not
+    /// wait for a far page in the kernel, and a process that cannot be served must find none. Runs on its own thread,
+    /// because it takes a second per 100,000 far pages.
     fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
         let keeper = self.keeper.clone();
         let begun = served.restore(kind, reason, move |result| {
-            let report = Report::Done { seq, result: result.map_err(|error| error.to_string()) };
+            let report = Report::Done { seq, result: result.map_err(Failure::new) };
             if let Err(error) = scm::send(&*keeper, &wire::encode(&report), &[]) {
                 tracing::error!("Reporting to the keeper: {error}");
             }
@@ -209,9 +209,10 @@ impl Engine {
         let has_file = file.is_some();
         let Process { pid, start } = self.me;
         state.open_as(pid, start);
-        // This thread works for the VM until it is open. A keeper may have killed us a moment ago: then it ends here.
+        // This thread works for the VM until it is open. If a keeper has just killed this engine, the thread ends here.
         let listed = state.list_thread();
-        // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
+        // The keeper named this engine before it gave the order. Another name means that another engine will have the
+        // VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
         anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: no process had it");
         let epoch = match beside {
@@ -247,7 +248,8 @@ impl Engine {
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.settings().quarantine_ms),
             spill_after: self.spill_after(has_file),
-            track: tracking::at_first(self.settings().heat.track, self.settings().tier.is_some()),
+            // Memory is placed by its heat.
+            track: self.settings().heat.track || self.settings().tier.is_some(),
             heat: self.settings().heat.settings(self.settings().tier.is_some()),
             tiers: self.settings().tier.map(Tiering::to_pager),
             ..Tuning::default()
@@ -277,7 +279,7 @@ impl Engine {
                 vm.open_region(&ram)?;
             }
             if epoch > 1 {
-                // Nothing is repaired beside another engine: its workers hold the locked words.
+                // Nothing is repaired beside another engine, whose workers hold the locked words.
                 let read = if beside { vm.follow_stores().context("Reading what its words name") } else { mend(&vm) };
                 read?;
                 vm.stats().add(Counter::Takeovers, 1);
@@ -308,16 +310,15 @@ impl Engine {
         Ok(())
     }
 
-    /// How long a page is far before it is spilled; `None` if there is no slow store.
+    /// How long a page is far before it is spilled; `None` without a slow store.
     fn spill_after(&self, has_file: bool) -> Option<Duration> {
         let file = self.settings().spill.as_ref().filter(|_| has_file).map(|spill| spill.after_s);
         let after = file.or_else(|| Some(self.settings().remote.as_ref()?.after_s));
         after.map(Duration::from_secs)
     }
 
-    /// The options of a VM's file store.
     fn file_options(&self) -> FileOptions {
-        let writes_per_day = self.settings().spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
+        let writes_per_day = self.settings().spill.as_ref().and_then(|spill| spill.writes_per_day).unwrap_or_default();
         FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) }
     }
 
@@ -341,7 +342,7 @@ impl Engine {
             self.events.add(Some(name), "taken-over", text);
         }
         if served.vm.is_pinned() {
-            // No thread waits for this one: the hold has been there since the VM was opened.
+            // Nobody waits for this restore: the hold has been there since the VM was opened.
             served.restore(Hold::Pinned, served.vm.reason(Hold::Pinned), |_| ())?;
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
@@ -349,7 +350,7 @@ impl Engine {
         self.request_scan(served)
     }
 
-    /// Request the scan for which reclaim is held ([`Served::hold_unchecked`]).
+    /// Requests the scan for which reclaim is held ([`Served::hold_unchecked`]).
     pub(super) fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         if served.vm.state.leaving().is_some() {
             // That engine may map its RAM: the scan is requested when it is gone.
@@ -367,8 +368,8 @@ impl Engine {
         files: &[RamFile],
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
-        // A scan that is under way does not look at its files. One more process that maps a region that we know cannot
-        // unmap pages of it yet: until it has our answer, it does not know that this memory is managed.
+        // A running scan does not look at its files. Another process that maps a region that we know cannot unmap pages
+        // of it yet: until it has our reply, it does not know that this memory is managed.
         served.hold_unchecked();
         let (known, was_pinned) = (vm.region(number).is_some(), vm.is_pinned());
         let opened = if known { Ok(number) } else { vm.open_region(files) };
@@ -384,16 +385,14 @@ impl Engine {
             served.hold_unserved(pid, reason)?;
         }
         if vm.is_pinned() && !was_pinned {
-            // A region of pages of 1 GiB pins its VM, of which pages may be far.
+            // A region of 1 GiB pages pins its VM, of which pages may be far.
             served.restore(Hold::Pinned, vm.reason(Hold::Pinned), |_| ())?;
         }
         Ok(())
     }
 
-    /// Close a VM of which no process is left.
-    ///
-    /// # Errors
-    /// It could not be opened, for a reason that may pass: what is far of it has not gone back, and its leftovers stay.
+    /// Closes a VM without processes. An error: it could not be opened, for a reason that may pass; its far pages were
+    /// not written back, and its leftovers stay.
     pub(super) fn close_vm(&self, id: VmId, closing: &Closing) -> io::Result<()> {
         let Some(served) = self.stop_vm(id) else {
             return self
@@ -408,16 +407,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Another engine is to have the VM: this one stops changing anything of it. Returns an error if the VM was not
-    /// served everywhere it is mapped, with the reason.
+    /// Another engine will have the VM: this one stops changing anything of it. An error says that the VM was not
+    /// served everywhere it is mapped.
     pub(super) fn part_with_vm(&self, id: VmId) -> io::Result<()> {
         let Some(served) = self.host.by_id(id) else {
             return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
         };
         let _listed = served.vm.state.list_thread();
         served.end_work();
-        // As its end has the near stores do, but while its faults are served: a disk or a cluster may be waited for.
-        // What its last faults put off, recovery finds, or the other engine of a cluster's store.
+        // Like the near stores' deferred work at the end, but while its faults are served, because it may wait for a
+        // disk or a cluster. What its last faults defer is found by recovery, or by the other engine of a cluster's
+        // store.
         for tier in served.vm.stores.slow() {
             blocking(|| served.vm.state.beside(|| tier.store.tidy()));
         }
@@ -428,7 +428,7 @@ impl Engine {
         served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why)))
     }
 
-    /// End all work for a VM.
+    /// Ends all work for a VM.
     fn stop_vm(&self, id: VmId) -> Option<Arc<Served>> {
         let stopped = {
             let mut vms = self.host.vms.write().expect("no panic while held");

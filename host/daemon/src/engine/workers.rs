@@ -1,10 +1,10 @@
 //! Workers: carry out the orders about each VM in turn, on threads that all VMs share. A long order delays no other VM,
 //! and never the thread that takes orders.
 //!
-//! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
-//! Threads: those of a pool of its own (`ballast_pager::run`), which replaces one that waits. In the pool of the VMs'
-//! tasks an order would wait for the reclaim of hundreds of VMs. The longest work (bringing back every page of a VM) is
-//! a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
+//! Before: an order about a VM came. After: it is done, after earlier ones about that VM.
+//! Threads: those of a separate pool (`ballast_pager::run`), which replaces a thread that waits; in the pool of the
+//! VMs' tasks an order would wait for the reclaim of hundreds of VMs. The longest work (restoring each page of a VM) is
+//! a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that, either.
 //! Promise: orders about one VM are carried out one at a time, in the order in which they came, even if the VM was
 //! closed and comes again.
 
@@ -38,14 +38,14 @@ pub struct Workers {
 struct Worker {
     orders: Arc<Mutex<Orders>>,
     task: Handle,
-    /// Set when the last thing given to it is done and nothing more is expected.
+    /// Set when its last work is done and no more is expected.
     ended: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
 struct Orders {
     waiting: VecDeque<Work>,
-    /// No more are given to it.
+    /// No more work is given to it.
     is_closed: bool,
 }
 
@@ -101,12 +101,12 @@ impl Default for Workers {
 }
 
 impl Workers {
-    /// The flag to set when every VM that was handed over is served.
+    /// The flag to set when each VM that was handed over is served.
     pub fn is_serving(&self) -> Arc<AtomicBool> {
         self.is_serving.clone()
     }
 
-    /// Have this done for the VM, after its earlier orders.
+    /// Does this for the VM, after its earlier orders.
     pub fn give(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.sweep();
         let worker = match self.vms.entry(vm) {
@@ -121,12 +121,12 @@ impl Workers {
         Ok(())
     }
 
-    /// The same, and it is the last for this VM, as far as is known.
+    /// Like `give`, for the last work for this VM, as far as is known.
     pub fn give_last(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let ended = Arc::new(AtomicBool::new(false));
         let sign = ended.clone();
         self.give(vm, move || {
-            // Also when the work panics.
+            // Also after a panic of the work.
             let _ = catch_unwind(AssertUnwindSafe(work));
             sign.store(true, Ordering::Release);
         })?;
@@ -163,18 +163,17 @@ fn run(work: Work) {
 pub struct Done(Receiver<()>);
 
 impl Done {
-    /// Wait for it, at most this long; returns whether it is done.
+    /// Waits for at most this long; returns whether all is done.
     pub fn wait(&self, at_most: Duration) -> bool {
         self.0.recv_timeout(at_most) == Err(RecvTimeoutError::Disconnected)
     }
 
-    /// Is it done?
     pub fn is_over(&self) -> bool {
         self.0.try_recv() == Err(TryRecvError::Disconnected)
     }
 }
 
-/// Threads that work on one VM for as long as it takes. They must end before the VM may be opened again.
+/// Threads that work on one VM for as long as it takes. They must end before the VM may be reopened.
 #[derive(Debug, Default)]
 pub struct Jobs(Mutex<State>);
 
@@ -185,10 +184,7 @@ struct State {
 }
 
 impl Jobs {
-    /// Have this done beside everything else.
-    ///
-    /// # Errors
-    /// [`Jobs::close`] was called; or the kernel gives no thread.
+    /// Starts this on its own thread. Fails after [`Jobs::close`], or if the kernel gives no thread.
     pub fn begin(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.threads.retain(|thread| !thread.is_finished());
@@ -199,13 +195,13 @@ impl Jobs {
         Ok(())
     }
 
-    /// Was a thread started that nothing has begun after?
+    /// Whether the thread that was started last has begun.
     #[cfg(test)]
     pub fn has_begun(&self) -> bool {
         !self.0.lock().unwrap_or_else(PoisonError::into_inner).threads.is_empty()
     }
 
-    /// Let nothing begin any more, and wait for what has begun.
+    /// Lets no job begin any more, and waits for those that have.
     pub fn close(&self) {
         let threads = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -226,7 +222,7 @@ mod tests {
     const B: VmId = VmId([2; 16]);
 
     #[test]
-    fn an_order_that_takes_for_ever_delays_only_later_orders_of_its_vm() {
+    fn an_order_that_never_ends_delays_only_later_orders_of_its_vm() {
         let mut workers = Workers::default();
         let (release, released) = mpsc::channel::<()>();
         let (said, says) = mpsc::channel();
@@ -246,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_comes_again_is_opened_after_it_was_closed_and_a_closed_one_leaves_no_worker() {
+    fn a_vm_that_comes_again_is_opened_after_it_was_closed_and_leaves_no_worker() {
         let mut workers = Workers::default();
         let (release, released) = mpsc::channel::<()>();
         let (said, says) = mpsc::channel();

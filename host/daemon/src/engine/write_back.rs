@@ -1,12 +1,12 @@
-//! The far pages of a VM whose processes are gone, or of RAM that is unplugged: dropped, or written back because their
-//! files outlive that.
+//! The far pages of a VM whose processes are gone, or of RAM that is unplugged: dropped, or written back if their files
+//! outlive that.
 //!
 //! Before: the keeper ordered the VM closed, and its workers have ended. After: no process can ever reach its RAM
 //! files, or its far pages are in them again.
 //! Threads: the VM's worker, which other processes and a lack of memory may delay.
 //! Promise: a file that no process can reach is dropped at once; one that a process can reach gets its pages back,
-//! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that means to
-//! hand its memory on has it brought back first (see `preload`).
+//! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that wants to
+//! hand its memory on has it restored first (see `preload`).
 
 use std::collections::HashMap;
 use std::io;
@@ -29,14 +29,14 @@ use super::shared::{Closing, Engine};
 const LEFT_TO_OTHERS: u64 = 32;
 /// A client waits 5 s for an unplug, and so do other orders about its VM.
 const RETURNS_WITHIN: Duration = Duration::from_secs(4);
-/// Time between checks whether a process can reach the files: a file is deleted, a process ends.
+/// Time between checks whether a process can reach the files: a file may be deleted, a process may end.
 const POLL_EVERY: Duration = Duration::from_secs(1);
-/// Looks whether a process still has the files take at most 1/N of the time.
+/// Checks whether a process still has the files take at most 1/N of the time.
 const LOOKS_PART: u32 = 20;
 /// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Is this process, which started the engine, alive?
+/// Whether this process, which started the engine, is alive.
 fn is_parent(pid: u32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == pid)
 }
@@ -46,14 +46,12 @@ impl Engine {
         self.closing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A VM is about to be closed.
     pub(super) fn begin_closing(&self, vm: VmId) -> Closing {
         let closing = Closing::default();
         self.all_closing().insert(vm, closing.clone());
         closing
     }
 
-    /// It is closed.
     pub(super) fn end_closing(&self, vm: VmId, closing: &Closing) {
         let mut all = self.all_closing();
         if all.get(&vm).is_some_and(|other| Arc::ptr_eq(other, closing)) {
@@ -61,14 +59,14 @@ impl Engine {
         }
     }
 
-    /// The VM is to be opened again: only its attach socket had been cut. Its far pages may stay far.
+    /// The VM will be opened again, because only its attach socket was cut. Its far pages may stay far.
     pub(super) fn stop_writing_back(&self, vm: VmId) {
         if let Some(closing) = self.all_closing().get(&vm) {
             closing.store(true, Ordering::Release);
         }
     }
 
-    /// Leave nothing in memory of a VM that is closed, unless it is opened again: its far pages are written back if a
+    /// Leaves nothing in memory of a VM that is closed, unless it is opened again: its far pages are written back if a
     /// process can reach their file, and dropped from the stores. Its processes may have kept its files, whose memory
     /// no budget counts any more.
     pub(super) fn leave(&self, served: &Served, closing: &Closing) {
@@ -79,7 +77,7 @@ impl Engine {
             far => self.write_back(served, closing, &regions, far.unwrap_or_default()),
         };
         let Some(reachable) = reachable.filter(|_| !closing.load(Ordering::Acquire)) else {
-            // The copies of pages that went back were freed.
+            // The copies of pages that were written back were freed.
             served.settle();
             if !closing.load(Ordering::Acquire) {
                 self.tidy(served);
@@ -102,7 +100,7 @@ impl Engine {
         if let Some(remote) = &self.host.remote {
             remote.ended(vm.state.id());
         }
-        // If a VM is opened again, its copies are freed one by one: only here no thread puts any more into the store.
+        // If a VM is opened again, its copies are freed one by one; only here, no thread puts any more into the store.
         if let Some(file) = served.file.opened() {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
@@ -116,17 +114,17 @@ impl Engine {
         }
     }
 
-    /// The files of a VM that is closed outlive it, and it may be opened again: the cluster returns what was freed of
-    /// it, which the VM does not wait for. A disk does so when it is opened again.
+    /// The files of a closed VM outlive it, and it may be opened again: removes its freed pages from the cluster,
+    /// without a wait. A file store does that when it is opened again.
     fn tidy(&self, served: &Served) {
         if let Some(remote) = &self.host.remote {
             remote.closed(served.vm.state.id());
         }
     }
 
-    /// Write back the far pages of a VM that is closed, if a process can reach them and the VM is not opened again.
-    /// Returns the regions without far pages, the only ones that a process can reach; `None` if there are others, whose
-    /// copies a process may come back for.
+    /// Writes back the far pages of a closed VM, if a process can reach them and the VM is not opened again. Returns
+    /// the regions without far pages, if a process can reach only those; `None` if it can reach others: the copies of
+    /// their pages are kept, because a process may attach again.
     fn write_back(
         &self,
         served: &Served,
@@ -148,7 +146,7 @@ impl Engine {
                     if self.reachable(&reachable, &pids, &[]).1.is_none() {
                         return false;
                     }
-                    // A process may make each look take seconds.
+                    // A process may make each check take seconds.
                     looked = Instant::now();
                     every = POLL_EVERY.max((looked - begun) * LOOKS_PART);
                 }
@@ -187,13 +185,13 @@ impl Engine {
         }
     }
 
-    /// RAM of a process is about to be unplugged. If others have its file, its far pages go back into it first. If that
-    /// takes too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages go
-    /// back when the VM ends, or when all of it is to come back.
+    /// RAM of a process is about to be unplugged. If others have its file, its far pages are written back first. If
+    /// that takes too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages
+    /// are written back when the VM ends, or when all of it is restored.
     pub(super) fn unplug(&self, served: &Arc<Served>, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
         let held = served.vm.begin_unplug();
         let unplugged = self.unplug_held(served, view, start, number);
-        // Scans for foreign mappers that began meanwhile do not count.
+        // Scans for foreign mappers that began during the unplug do not count.
         served.hold_unchecked();
         drop(held);
         unplugged.and(self.request_scan(served).map_err(io::Error::other))
@@ -214,19 +212,19 @@ impl Engine {
         Err(self.is_late(served, returned))
     }
 
-    /// What is far of unplugged RAM goes back into its file, if others have that. Returns false if that takes too long.
+    /// Writes far pages of unplugged RAM back to its file, if others have that. Returns false if that takes too long.
     fn returns(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
         if self.others_have(served, &region) { self.go_back(served, region) } else { Ok(true) }
     }
 
-    /// What is far of this RAM goes back into its file. Returns false if that takes too long.
+    /// Writes far pages of this RAM back to its file. Returns false if that takes too long.
     fn go_back(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
         let (vm, begun) = (&served.vm, Instant::now());
         let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
         vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
     }
 
-    /// It has not come back, for this reason.
+    /// The error if its pages were not written back, with the reason.
     fn is_late(&self, served: &Served, returned: io::Result<bool>) -> io::Error {
         let name = served.vm.state.name();
         let text =
@@ -236,14 +234,14 @@ impl Engine {
         returned.err().unwrap_or_else(late)
     }
 
-    /// A process of the VM is gone. RAM that another process has unplugged, and that this one still had, is no part of
-    /// the VM any more.
+    /// A process of the VM is gone. RAM that another process has unplugged, and that this one still had, is no longer a
+    /// part of the VM.
     pub(super) fn remove_view(&self, served: &Arc<Served>, pid: u32) -> anyhow::Result<()> {
         let vm = &served.vm;
         vm.remove_view(pid);
         served.forget_pid(pid);
         if vm.views().is_empty() {
-            // It is about to be closed.
+            // The VM is about to be closed.
             return Ok(());
         }
         let mut removed = Ok(());
@@ -252,7 +250,7 @@ impl Engine {
             // The process may only seem to be gone, and come back; or another one has the file and may attach.
             let done = match self.reachable(std::slice::from_ref(&region), &[pid], &served.pids()).1 {
                 None => vm.remove_left(number),
-                // It stays a part of the VM; who has the file finds its bytes there.
+                // It stays a part of the VM; a process with the file finds its bytes there.
                 Some(_) => match self.go_back(served, region) {
                     Ok(true) => Ok(()),
                     late => Err(self.is_late(served, late)),
@@ -266,17 +264,17 @@ impl Engine {
         Ok(removed?)
     }
 
-    /// Has anybody the file of a region that has far pages, other than the processes of the VM?
+    /// Whether any process other than the VM's has the file of a region with far pages.
     fn others_have(&self, served: &Served, region: &Arc<Region>) -> bool {
         let regions = std::slice::from_ref(region);
-        // A table that is lost does not tell.
+        // A lost table has no counts.
         if served.vm.far_in(regions).is_ok_and(|far| far.0 == 0) {
             return false;
         }
         self.reachable(regions, &[], &served.pids()).1.is_some()
     }
 
-    /// Has a process RAM of this VM?
+    /// Whether a process has RAM of this VM.
     pub(super) fn is_held(&self, served: &Served) -> bool {
         self.holder(&served.vm.regions(), &served.pids(), &[]).is_some()
     }
@@ -284,10 +282,10 @@ impl Engine {
     /// A process that has a file of these regions, other than this engine and its keeper. A process that cannot be
     /// examined may have one.
     fn holder(&self, regions: &[Arc<Region>], suspects: &[u32], but: &[u32]) -> Option<Process> {
-        // The number of a keeper that died may be another process's by now.
+        // The pid of a keeper that died may be another process's by now.
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
         let ours = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
-        let files = regions.iter().flat_map(|region| region.files()).map(|file| (file.id, file.handle())).collect();
+        let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
         holder::find(&files, &ours, suspects).unwrap_or(Some(self.me))
     }
 
@@ -305,7 +303,7 @@ impl Engine {
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
         let others: Vec<_> = others.cloned().collect();
-        // Nearly always nobody has any: one look for all.
+        // Nearly always no process has any: one check for all.
         let first = if others.is_empty() { None } else { self.holder(&others, suspects, but) };
         if first.is_none() {
             return (reachable, who);

@@ -1,17 +1,16 @@
 //! Adopted VMs in the API: VMs that run already are adopted, and released.
 //!
 //! Before: `routes` mounts it. After: the engine does it.
-//! Promise: a request to adopt may be sent again: what is adopted already stays as it is.
+//! Promise: a request to adopt may be repeated: an adopted VM stays as it is.
 
-use axum::extract::{Path, Request, State, rejection::PathRejection};
+use axum::extract::{Request, State};
 use axum::http::Uri;
 use ballast_api::{AdoptRequest, AdoptResult, VmStat};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::backend::ChangeError;
 use super::openapi::{BringBack, Invalid, Name, NoSuchVm};
-use super::request::{Answer, Connection, ask, bad_request, invalid, json, no_such_vm, parse, query_number, read_body};
+use super::request::{Answer, Connection, Named, ask, ask_vm, bad_request, invalid, json, query_number, read};
 
 pub(super) fn routes() -> OpenApiRouter<Connection> {
     OpenApiRouter::new().routes(routes!(adopt)).routes(routes!(release))
@@ -24,8 +23,7 @@ pub(super) fn routes() -> OpenApiRouter<Connection> {
     responses((status = 200, body = AdoptResult), Invalid),
 )]
 async fn adopt(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let wanted: AdoptRequest = parse(&body, "VMs to adopt")?;
+    let wanted: AdoptRequest = read(&connection, request, "VMs to adopt").await?;
     json(&ask(&connection, move |backend| backend.adopt(&wanted)).await?.map_err(invalid)?)
 }
 
@@ -35,17 +33,11 @@ async fn adopt(State(connection): State<Connection>, request: Request) -> Answer
     params(Name, BringBack),
     responses((status = 200, body = VmStat), NoSuchVm, Invalid),
 )]
-async fn release(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+async fn release(State(connection): State<Connection>, name: Named, uri: Uri) -> Answer {
     let bring_back = match query_number(&uri, "bring_back", 0)? {
         0 => false,
         1 => true,
         other => return Err(bad_request(format!("bring_back is {other}; 0 and 1 are possible"))),
     };
-    let asked = name.clone();
-    match ask(&connection, move |backend| backend.release(&asked, bring_back)).await? {
-        Ok(vm) => json(&vm),
-        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
-        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
-    }
+    ask_vm(&connection, name, move |backend, name| backend.release(name, bring_back)).await
 }

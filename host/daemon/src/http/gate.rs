@@ -1,7 +1,7 @@
 //! The gate of the API: closed while VMs move between engines, so that no client sees only some of them.
 //!
-//! Before: another engine is to serve, or has failed. After: responses are sent to requests inside; later ones wait in
-//! the listening socket, which every engine has, until one opens its gate.
+//! Before: another engine will serve, or has failed. After: requests inside were answered; later ones wait in the
+//! listening socket, which every engine has, until one opens its gate.
 //! Threads: any may close and open it; connections are tasks that watch it.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-/// The gate.
+/// A clone is the same gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
     open: Arc<watch::Sender<bool>>,
@@ -18,7 +18,7 @@ pub struct Gate {
     inside: Arc<AtomicUsize>,
 }
 
-/// A connection is inside as long as it has this.
+/// A connection that has this is inside.
 #[derive(Debug)]
 pub(super) struct Inside {
     open: watch::Receiver<bool>,
@@ -38,12 +38,12 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// Let no connection in.
+    /// Lets no connection in.
     pub fn close(&self) {
         self.open.send_replace(false);
     }
 
-    /// Wait until the connections inside have been answered, for at most this long.
+    /// Waits until the connections inside were answered, for at most this long.
     pub fn wait_until_empty(&self, at_most: Duration) {
         const POLL_EVERY: Duration = Duration::from_millis(1);
         let begun = Instant::now();
@@ -52,22 +52,20 @@ impl Gate {
         }
     }
 
-    /// Let connections in.
+    /// Lets connections in.
     pub fn open(&self) {
         self.open.send_replace(true);
     }
 
-    /// Wait until it is open.
     pub(super) async fn opened(&self) {
         let _ = self.open.subscribe().wait_for(|open| *open).await;
     }
 
-    /// Wait until it is closed.
     pub(super) async fn closed(&self) {
         let _ = self.open.subscribe().wait_for(|open| !*open).await;
     }
 
-    /// One more connection.
+    /// Counts a connection as inside.
     pub(super) fn enter(&self) -> Inside {
         self.inside.fetch_add(1, Ordering::AcqRel);
         Inside { open: self.open.subscribe(), counted: self.inside.clone() }
@@ -75,7 +73,6 @@ impl Gate {
 }
 
 impl Inside {
-    /// Wait until the gate is closed.
     pub(super) async fn closed(&mut self) {
         if self.open.wait_for(|open| !*open).await.is_err() {
             // No one can close it any more.
@@ -89,14 +86,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn closing_the_gate_waits_for_those_inside_and_for_nobody_else() {
+    fn closing_the_gate_waits_for_connections_inside_and_for_no_others() {
         let gate = Gate::default();
         let (same, inside) = (gate.clone(), gate.enter());
         same.close();
         gate.wait_until_empty(Duration::ZERO);
         assert_eq!(gate.inside.load(Ordering::Acquire), 1, "one is inside");
         drop(inside);
-        // This would wait for ever if a connection were inside.
+        // The gate is empty, so the infinite timeout does not matter.
         gate.wait_until_empty(Duration::MAX);
     }
 }

@@ -3,15 +3,15 @@
 //! Before: `routes` mounts it. After: the engine's governor serves it.
 //! Promise: as for the other routes; a plan that breaks a rule is 422 with the rule.
 
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use ballast_api::{DecisionRecord, PlanRequest, PolicyPatch, PolicyStat};
 use ballast_policy::{Kind, Plan, Snapshot};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use super::backend::ChangeError;
 use super::openapi::{Invalid, Name, NoSuchVm, PolicyName};
-use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
+use super::request::{Answer, Connection, Named, Refusal, ask, ask_vm, bad_request, invalid, json, read};
 
 pub(super) fn routes() -> OpenApiRouter<Connection> {
     OpenApiRouter::new()
@@ -45,7 +45,7 @@ async fn plan(State(connection): State<Connection>, request: Request) -> Answer 
 fn kind_of(query: &str) -> Result<Kind, Refusal> {
     let word = query.strip_prefix("policy=").filter(|word| !word.contains('&'));
     let word = word.ok_or_else(|| bad_request(format!("{query:?} is not understood: policy=NAME is")))?;
-    word.parse().map_err(bad_request)
+    word.parse().map_err(|why: ballast_base::Invalid| bad_request(why.to_string()))
 }
 
 /// Decide, for the length of a lease.
@@ -55,8 +55,7 @@ fn kind_of(query: &str) -> Result<Kind, Refusal> {
     responses((status = 200, body = Plan), Invalid),
 )]
 async fn put_plan(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let wanted: PlanRequest = parse(&body, "a plan")?;
+    let wanted: PlanRequest = read(&connection, request, "a plan").await?;
     json(&ask(&connection, move |backend| backend.put_plan(wanted)).await?.map_err(invalid)?)
 }
 
@@ -73,8 +72,7 @@ async fn policy(State(connection): State<Connection>) -> Answer {
     responses((status = 200, body = PolicyStat), Invalid),
 )]
 async fn patch_policy(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: PolicyPatch = parse(&body, "a change to the policy")?;
+    let patch: PolicyPatch = read(&connection, request, "a change to the policy").await?;
     json(&ask(&connection, move |backend| backend.patch_policy(&patch)).await?.map_err(invalid)?)
 }
 
@@ -84,9 +82,6 @@ async fn patch_policy(State(connection): State<Connection>, request: Request) ->
     params(Name),
     responses((status = 200, body = Vec<DecisionRecord>), NoSuchVm),
 )]
-async fn decisions(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let asked = name.clone();
-    let records = ask(&connection, move |backend| backend.decisions(&asked)).await?;
-    json(&records.ok_or_else(|| no_such_vm(&name))?)
+async fn decisions(State(connection): State<Connection>, name: Named) -> Answer {
+    ask_vm(&connection, name, |backend, name| backend.decisions(name).ok_or(ChangeError::NotFound)).await
 }

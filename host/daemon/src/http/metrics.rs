@@ -19,7 +19,6 @@ use table::{EVENTS, FAULT_DURATION, HEAT, HOST, POOL, RESTORE_STAGE, VM};
 
 pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The page.
 pub(super) fn page(backend: &dyn Backend) -> String {
     let host = backend.host();
     let vms = backend.vms();
@@ -54,7 +53,7 @@ pub(super) fn page(backend: &dyn Backend) -> String {
     }
     // Without the cells of the strip, which the page does not show.
     let heats = vms.iter().filter_map(|vm| backend.heat(&vm.name, 0)).filter(|heat| heat.cycles > 0);
-    let heats: Vec<VmHeat> = heats.filter(|heat| heat.source.is_some()).collect();
+    let heats: Vec<VmHeat> = heats.filter(|heat| heat.is_tracked).collect();
     for metric in HEAT {
         page.head(metric);
         for heat in &heats {

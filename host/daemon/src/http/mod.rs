@@ -1,7 +1,7 @@
 //! The HTTP/JSON API and the metrics page, on a Unix socket.
 //!
 //! Before: the engine implements [`Backend`] over its counters. After: `ballast-api`'s client, curl, Prometheus.
-//! Threads: connections are tasks of the caller's runtime; every backend call runs on a blocking thread, so a call that
+//! Threads: connections are tasks of the caller's runtime; each backend call runs on a blocking thread, so a call that
 //! waits for a lock delays its own request only. Fault workers never come here.
 //! Promise: no peer, slow or silent, keeps the server from the next one.
 
@@ -16,41 +16,36 @@ mod peer;
 mod pool;
 mod request;
 mod routes;
-mod spare;
-mod stream;
 mod upgrade;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_keeper::{Closer, HANGS_AFTER};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use gate::Inside;
-use request::{Connection, Readers};
-use spare::Spare;
-use stream::Stream;
+use request::Connection;
 
-pub use backend::{Adopting, Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
+pub use backend::{Backend, ChangeError, Histogram};
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 
-/// Times and numbers. The three kinds of peer have places of their own, so that readers, or users without access,
-/// cannot keep the operator out.
+/// Timeouts and limits. The three kinds of peers have separate places, so that readers, or users without access, cannot
+/// keep the operator out.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
-    /// For a whole request head to arrive, and between requests.
+    /// For a complete request head, and between requests.
     head: Duration,
-    /// For a whole request body to arrive.
+    /// For a complete request body.
     body: Duration,
-    /// For a connection, after which it ends at the next response.
+    /// For a connection, which then ends at the next response.
     connection: Duration,
-    /// For that last response to be taken.
+    /// For the peer to read that last response.
     last_answer: Duration,
-    /// Connections of owners, of readers and of users without access.
+    /// Most connections of owners, of readers and of users without access.
     places: [usize; 3],
 }
 
@@ -64,17 +59,17 @@ const BOUNDS: Bounds = Bounds {
 
 /// How long a connection may take for its last response once the gate is closed. A peer that is cut off asks again.
 pub const GATE_CLOSES_WITHIN: Duration = Duration::from_millis(500);
-/// A new connection is about to send a request.
+/// Within this time, a new connection sends its first request.
 const REQUEST_COMES_WITHIN: Duration = Duration::from_millis(20);
 /// Longest request head: request line and headers.
 const MAX_HEAD_BYTES: usize = 16 * 1024;
 /// Most headers in a request.
 const MAX_HEADERS: usize = 64;
-/// A listener that cannot accept (no descriptors left) is asked again after this long.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Pause after an accept that failed (no descriptors left).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
-/// Serve the API to the peers that connect to `listener`, for as long as the future is polled. Dropping it stops
-/// accepting; responses under way are finished by their own tasks. While the gate is closed no peer is let in.
+/// Serves the API to the peers that connect to `listener`, while the future is polled. To drop it stops accepting;
+/// their own tasks complete responses. While the gate is closed, no peer is let in.
 pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, gate: Gate) {
     serve_within(listener, backend, allowed, gate, BOUNDS).await;
 }
@@ -86,14 +81,12 @@ async fn serve_within(
     gate: Gate,
     bounds: Bounds,
 ) {
-    let (closer, readers) = (Closer::new(), Arc::new(Readers::default()));
-    let mut spare = Spare::default();
-    spare.fill(&listener);
+    let readers = Arc::new(Semaphore::new(1));
     let router = routes::router();
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
         gate.opened().await;
-        // The thread that closes the gate waits until no connection is between the listener and its task.
+        // The thread that closes the gate must not miss a connection between the listener and its task.
         let _inside = gate.enter();
         loop {
             let accepted = tokio::select! {
@@ -102,19 +95,14 @@ async fn serve_within(
                 accepted = listener.accept() => accepted,
             };
             let stream = match accepted {
-                Ok((stream, _)) => Stream::new(stream, closer.clone()),
-                Err(error) if spare.give(&error) => continue,
-                Err(_) => {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "accepting an API connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
             };
-            spare.accepted(&listener);
-            let access = allowed.access_of(stream.inner());
-            closer.tend(HANGS_AFTER);
-            if stream.is_stuck() {
-                continue;
-            }
+            let access = allowed.access_of(&stream);
             match Arc::clone(&places[access as usize]).try_acquire_owned() {
                 Ok(place) => {
                     let (backend, readers) = (Arc::clone(&backend), Arc::clone(&readers));
@@ -122,15 +110,15 @@ async fn serve_within(
                     let service = TowerToHyperService::new(routes::of_connection(router.clone(), state));
                     tokio::spawn(connection(stream, service, bounds, (place, gate.enter())));
                 }
-                // Best effort: a peer that does not take it sees the connection end.
-                Err(_) => drop(stream.inner().try_write(request::BUSY_ANSWER.as_bytes())),
+                // Best effort: a peer that does not read it sees the connection end.
+                Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
             }
         }
     }
 }
 
 async fn connection(
-    stream: Stream,
+    stream: UnixStream,
     service: TowerToHyperService<axum::Router>,
     bounds: Bounds,
     (_place, mut inside): (OwnedSemaphorePermit, Inside),

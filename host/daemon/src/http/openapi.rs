@@ -1,8 +1,9 @@
 //! The OpenAPI document of the routes; `docs/openapi.json` is a checked copy.
 //!
 //! Before: each handler states its parameters, its body and its answers (`utoipa::path`). After: the daemon serves the
-//! document, and clients are made from it. Promise: it has every route and every status that an operation can answer;
-//! tests walk all routes, and compare the copy. `UPDATE=1 cargo test -p ballast-daemon --lib document` writes it.
+//! document, and clients are made from it.
+//! Promise: it has each route, and each status that an operation can answer; tests walk all routes, and compare the
+//! copy. `UPDATE=1 cargo test -p ballast-daemon --lib document` writes it.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +23,7 @@ group may read.";
 #[openapi(components(schemas(Problem)))]
 struct Problems;
 
-/// The document that routes are added to.
+/// The document to which routes are added.
 pub(super) fn empty() -> Document {
     let mut document = Problems::openapi();
     let info = InfoBuilder::new().title("Ballast").version("1").description(Some(DESCRIPTION));
@@ -36,11 +37,11 @@ pub(super) fn to_json(mut document: Document) -> String {
         let methods = [&mut item.get, &mut item.put, &mut item.patch, &mut item.delete];
         methods.into_iter().flatten().for_each(complete);
     }
-    // Serialising plain data we made ourselves into a string cannot fail.
+    // Serialising plain data that we made ourselves cannot fail.
     document.to_pretty_json().expect("the document serialises") + "\n"
 }
 
-/// Adds the answers that are not its handler's own: those of the way to it, and of its parameters and its body.
+/// Adds the answers that are not its handler's own: those before the handler, and those of its parameters and its body.
 fn complete(operation: &mut Operation) {
     let responses = &mut operation.responses.responses;
     let mut add = |status: &str, text: &str| {
@@ -69,7 +70,7 @@ fn problem(text: &str) -> RefOr<Response> {
     RefOr::T(ResponseBuilder::new().description(text).content(Problem::MEDIA_TYPE, content).build())
 }
 
-/// Refusals that handlers have in common, as types for `responses(...)`.
+/// Common refusals of handlers, as types for `responses(...)`.
 macro_rules! refusals {
     ($($name:ident = $status:literal $text:literal;)*) => {$(
         pub(super) enum $name {}
@@ -86,7 +87,6 @@ refusals! {
     NoSuchVm = "404" "No VM has that name";
     NothingKept = "404" "Nothing is kept of a VM with that name or UUID";
     Invalid = "422" "Understood and refused, for example on a pinned VM; `detail` says why and what is possible";
-    Stuck = "503" "Too many connections, or the kernel holds a thread that tracks the VM; ask again";
 }
 
 /// Parameters, as types for `params(...)`.
@@ -105,7 +105,6 @@ macro_rules! parameters {
 parameters! {
     Name = Path String "name" "The VM's name";
     Cells = Query Integer "cells" "Pieces of the strip: 1 to 4096, by default 64";
-    AfterCycle = Query Integer "after" "Only cycles after this number";
     BringBack = Query Integer "bring_back" "1: when all of its memory has come back";
     PolicyName = Query String "policy" "A policy's word, for another one than is set";
     AfterEvent = Query Integer "after" "Only events with a higher id";

@@ -1,15 +1,16 @@
-//! Events and history in the API: what happened, as a list or a stream, and samples for charts.
+//! Events and history in the API: events, as a list or a stream, and samples for charts.
 //!
 //! Before: `routes` mounts it. After: JSON, or server-sent events.
 //! Threads: a stream is a task; it asks the backend on a blocking thread when there is something new. Units: in the
-//! names. Promise: a stream ends by itself before its connection must, and a peer that comes again with the number of
-//! the last event that it read (`Last-Event-ID`, or `after`) misses none of the last 1,000.
+//! names.
+//! Promise: a stream ends by itself before its connection must, and a peer that comes again with the number of the last
+//! event that it read (`Last-Event-ID`, or `after`) misses none of the last 1,000.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::Duration;
 
-use axum::extract::{Path, State, rejection::PathRejection};
+use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
 use axum::response::sse::{self, Sse};
 use axum::response::{IntoResponse, Response};
@@ -20,19 +21,19 @@ use tokio::time::Instant;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::backend::Backend;
+use super::backend::{Backend, ChangeError};
 use super::openapi::{AfterEvent, Decisions, FewMinutes, Minutes, Name, NoSuchVm};
-use super::request::{Answer, Connection, Refusal, ask, bad_request, json, no_such_vm, query_number, query_numbers};
+use super::request::{Answer, Connection, Named, Refusal, ask, ask_vm, bad_request, json, query_number, query_numbers};
 
 /// A stream's length. A connection has at most a minute.
 const STREAM: Duration = Duration::from_secs(50);
-/// A peer that has ended is found by a line that it need not read.
+/// Time between lines that a peer need not read, to find a peer that has ended.
 const ALIVE: Duration = Duration::from_secs(10);
-/// A peer comes again after this.
+/// A peer reconnects after this time.
 const AGAIN: Duration = Duration::from_millis(500);
-/// Most minutes of a history, and how many it has unless that is asked for.
+/// Most minutes of a history, and the default.
 const MINUTES: (u64, u64) = (24 * 60, 60);
-/// Minutes of a list of VMs' histories.
+/// Most minutes of a list of VMs' histories, and the default.
 const LIST_MINUTES: (u64, u64) = (60, 10);
 
 pub(super) fn routes() -> OpenApiRouter<Connection> {
@@ -56,7 +57,7 @@ async fn events(State(connection): State<Connection>, uri: Uri) -> Answer {
     json(&ask(&connection, answer).await?)
 }
 
-/// What a stream of events goes on from.
+/// The state of a stream of events.
 struct Follower {
     connection: Connection,
     watch: watch::Receiver<u64>,
@@ -87,7 +88,7 @@ async fn follow(State(connection): State<Connection>, uri: Uri, headers: HeaderM
     Ok(Sse::new(stream).keep_alive(sse::KeepAlive::new().interval(ALIVE)).into_response())
 }
 
-/// The next event, when there is one; none at the end of the stream.
+/// The next event, when there is one; `None` at the end of the stream.
 async fn next(mut follower: Follower) -> Option<(Result<sse::Event, Infallible>, Follower)> {
     loop {
         if let Some(event) = follower.read.pop_front() {
@@ -145,10 +146,8 @@ async fn of_vms(State(connection): State<Connection>, uri: Uri) -> Answer {
     params(Name, Minutes),
     responses((status = 200, body = History), NoSuchVm),
 )]
-async fn of_vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+async fn of_vm(State(connection): State<Connection>, name: Named, uri: Uri) -> Answer {
     let minutes = minutes(&uri, MINUTES)?;
-    let asked = name.clone();
-    let history = ask(&connection, move |backend| backend.vm_history(&asked, minutes)).await?;
-    json(&history.ok_or_else(|| no_such_vm(&name))?)
+    let past = move |backend: &dyn Backend, name: &str| backend.vm_history(name, minutes);
+    ask_vm(&connection, name, move |backend, name| past(backend, name).ok_or(ChangeError::NotFound)).await
 }

@@ -1,4 +1,4 @@
-//! The rights of a peer, decided once per connection from its kernel-given credentials.
+//! The rights of a peer, decided once per connection from its credentials.
 //!
 //! Before: a connection was accepted. After: `routes` refuses requests without the right.
 //! Promise: credentials that cannot be read give no access.
@@ -12,7 +12,7 @@ pub enum Access {
     Write = 0,
     /// Read.
     Read = 1,
-    /// No rights; every request gets a 403.
+    /// No rights; each request gets a 403.
     Denied = 2,
 }
 
@@ -26,7 +26,7 @@ pub struct PeerPolicy {
 }
 
 impl PeerPolicy {
-    /// The user of this process has all rights, members of `reader_gid` may read.
+    /// The user of this process has all rights; members of `reader_gid` may read.
     pub fn new(reader_gid: Option<u32>) -> Self {
         Self { owner_uid: rustix::process::geteuid().as_raw(), reader_gid }
     }

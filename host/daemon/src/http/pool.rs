@@ -1,7 +1,7 @@
 //! The pool's part of the API: what is reserved, and changes to that.
 //!
 //! Before: `routes` mounts it. After: the engine's pool does it.
-//! Promise: a request may be sent again: it says how much there is to be, not how much more.
+//! Promise: a request may be repeated: it says how much there should be, not how much more.
 
 use axum::extract::{Request, State};
 use ballast_api::{LendRequest, PoolRequest, PoolStat};
@@ -9,7 +9,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::openapi::Invalid;
-use super::request::{Answer, Connection, ask, invalid, json, parse, read_body};
+use super::request::{Answer, Connection, ask, invalid, json, read};
 
 pub(super) fn routes() -> OpenApiRouter<Connection> {
     OpenApiRouter::new().routes(routes!(show, reserve)).routes(routes!(lend))
@@ -28,8 +28,7 @@ async fn show(State(connection): State<Connection>) -> Answer {
     responses((status = 200, body = PoolStat), Invalid),
 )]
 async fn reserve(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let wanted: PoolRequest = parse(&body, "a size of the pool")?;
+    let wanted: PoolRequest = read(&connection, request, "a size of the pool").await?;
     json(&ask(&connection, move |backend| backend.reserve_pool(&wanted)).await?.map_err(invalid)?)
 }
 
@@ -40,7 +39,6 @@ async fn reserve(State(connection): State<Connection>, request: Request) -> Answ
     responses((status = 200, body = PoolStat), Invalid),
 )]
 async fn lend(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let wanted: LendRequest = parse(&body, "how much to lend")?;
+    let wanted: LendRequest = read(&connection, request, "how much to lend").await?;
     json(&ask(&connection, move |backend| backend.lend_pool(&wanted)).await?.map_err(invalid)?)
 }

@@ -2,13 +2,15 @@
 //!
 //! Before: a connection was accepted. After: the routes read, ask the backend and respond with these functions.
 //! Threads: any of the runtime; the backend is called on blocking threads.
-//! Promise: every refusal is a problem document that says what was wrong. A body has a bounded length and time.
+//! Promise: each refusal is a problem document that says what was wrong. A body has a bounded length and time.
 
 use std::error::Error;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
+use axum::extract::{FromRequestParts, Path, Request};
+use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use ballast_api::{MAX_BODY_BYTES, Problem};
@@ -17,7 +19,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 
-use super::backend::Backend;
+use super::backend::{Backend, ChangeError};
 use super::peer::Access;
 
 /// Sent to a connection for which there is no place.
@@ -34,40 +36,11 @@ pub(super) struct Connection {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) access: Access,
     pub(super) body_time: Duration,
-    pub(super) readers: Arc<Readers>,
+    /// One permit: readers are answered one at a time.
+    pub(super) readers: Arc<Semaphore>,
 }
 
-/// What readers cost: they may only look, so all of them together have one thread for a part of the time.
-#[derive(Debug)]
-pub(super) struct Readers {
-    permit: Semaphore,
-    /// The metrics page as it was when a reader asked last.
-    page: Mutex<Option<(Instant, String)>>,
-}
-
-/// After a reader's request the next one waits this many times as long as that took.
-const REST: u32 = 3;
-/// A reader's metrics page may be so old.
-const PAGE_LASTS: Duration = Duration::from_secs(1);
-
-impl Default for Readers {
-    fn default() -> Self {
-        Self { permit: Semaphore::new(1), page: Mutex::default() }
-    }
-}
-
-impl Readers {
-    /// The page of a while ago, or this one.
-    pub(super) fn page(&self, make: impl FnOnce() -> String) -> String {
-        let mut page = self.page.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*page {
-            Some((at, page)) if at.elapsed() < PAGE_LASTS => page.clone(),
-            _ => page.insert((Instant::now(), make())).1.clone(),
-        }
-    }
-}
-
-/// A refusal on its way to the peer.
+/// A refusal that is sent to the peer.
 pub(super) struct Refusal(pub(super) Problem);
 
 impl IntoResponse for Refusal {
@@ -81,29 +54,47 @@ impl IntoResponse for Refusal {
 
 pub(super) type Answer = Result<Response, Refusal>;
 
-/// Call the backend on a thread that may block. A panic there becomes a 500.
+/// Calls the backend on a thread that may block. A panic there becomes a 500.
 pub(super) async fn ask<T: Send + 'static>(
     connection: &Connection,
     call: impl FnOnce(&dyn Backend) -> T + Send + 'static,
 ) -> Result<T, Refusal> {
     let backend = Arc::clone(&connection.backend);
-    if connection.access != Access::Write {
+    let _permit = match connection.access {
+        Access::Write => None,
         // The semaphore is never closed.
-        let permit = connection.readers.permit.acquire().await;
-        let begun = Instant::now();
-        let answer = blocking(move || call(&*backend)).await;
-        tokio::time::sleep(begun.elapsed() * REST).await;
-        drop(permit);
-        return answer;
-    }
-    blocking(move || call(&*backend)).await
-}
-
-async fn blocking<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> Result<T, Refusal> {
-    tokio::task::spawn_blocking(call).await.map_err(|error| {
+        _ => connection.readers.acquire().await.ok(),
+    };
+    tokio::task::spawn_blocking(move || call(&*backend)).await.map_err(|error| {
         tracing::error!(%error, "answering an API request");
         Refusal(Problem::new(500, Problem::INTERNAL, "Internal error", "The engine failed to answer; see its log"))
     })
+}
+
+/// Asks about the VM with the name in the path, or changes it.
+pub(super) async fn ask_vm<T: Serialize + Send + 'static>(
+    connection: &Connection,
+    Named(name): Named,
+    call: impl FnOnce(&dyn Backend, &str) -> Result<T, ChangeError> + Send + 'static,
+) -> Answer {
+    let asked = name.clone();
+    match ask(connection, move |backend| call(backend, &asked)).await? {
+        Ok(found) => json(&found),
+        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
+        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
+    }
+}
+
+/// The last part of the path.
+pub(super) struct Named(pub(super) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        let name = Path::from_request_parts(parts, state).await;
+        name.map(|Path(name)| Self(name)).map_err(|error| bad_request(error.body_text()))
+    }
 }
 
 pub(super) fn json<T: Serialize>(value: &T) -> Answer {
@@ -120,20 +111,25 @@ pub(super) fn bad_request(detail: impl Into<String>) -> Refusal {
     Refusal(Problem::new(400, Problem::BAD_REQUEST, "Bad request", detail))
 }
 
-pub(super) fn invalid(why: String) -> Refusal {
-    Refusal(Problem::new(422, Problem::INVALID, "Invalid value", why))
+pub(super) fn invalid(why: impl std::fmt::Display) -> Refusal {
+    Refusal(Problem::new(422, Problem::INVALID, "Invalid value", format!("{why:#}")))
 }
 
-/// A JSON object as plain data.
-pub(super) fn parse<T: DeserializeOwned>(body: &[u8], what: &str) -> Result<T, Refusal> {
-    // serde would also take an array as the fields in order.
+/// The body of a request, a JSON object, as plain data.
+pub(super) async fn read<T: DeserializeOwned>(
+    connection: &Connection,
+    request: Request,
+    what: &str,
+) -> Result<T, Refusal> {
+    let body = read_body(request.into_body(), connection.body_time).await?;
+    // serde would also accept an array, as the fields in order.
     if body.trim_ascii_start().first() != Some(&b'{') {
         return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
     }
-    serde_json::from_slice(body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
+    serde_json::from_slice(&body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
 }
 
-pub(super) async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
+async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
     let whole = Limited::new(body, MAX_BODY_BYTES).collect();
     match tokio::time::timeout(time, whole).await {
         Ok(Ok(body)) => Ok(body.to_bytes().into()),
@@ -153,12 +149,12 @@ fn is_too_long(error: &(dyn Error + 'static)) -> bool {
     error.is::<LengthLimitError>() || error.source().is_some_and(is_too_long)
 }
 
-/// The number that a query may have, if there is one.
+/// The number in a query, or the default.
 pub(super) fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
     query_numbers(uri, [key]).map(|[number]| number.unwrap_or(default))
 }
 
-/// The numbers that a query may have, by their keys.
+/// The numbers in a query, by key.
 pub(super) fn query_numbers<const N: usize>(uri: &Uri, keys: [&str; N]) -> Result<[Option<u64>; N], Refusal> {
     let mut numbers = [None; N];
     for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {
@@ -178,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busy_answer_is_a_problem_of_the_stated_length() {
+    fn the_busy_answer_is_a_problem_with_the_right_length() {
         let (head, body) = BUSY_ANSWER.split_once("\r\n\r\n").expect("head and body");
         let problem: Problem = serde_json::from_str(body).expect("a problem");
         assert_eq!((problem.status, problem.kind.as_str()), (503, Problem::BUSY));

@@ -2,12 +2,10 @@
 //!
 //! Before: `mod` accepted a connection and decided what its peer may do. After: JSON, metrics text or a problem.
 //! Threads: any of the runtime; the backend is called on blocking threads.
-//! Promise: every refusal is a problem document that says what was wrong.
-
-use std::sync::Arc;
+//! Promise: each refusal is a problem document that says what was wrong.
 
 use axum::Router;
-use axum::extract::{Path, Request, State, rejection::PathRejection};
+use axum::extract::{Request, State};
 use axum::http::{Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -17,11 +15,11 @@ use ballast_api::{
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::backend::ChangeError;
-use super::openapi::{AfterCycle, Cells, Invalid, Name, NoSuchVm, NothingKept, Stuck};
+use super::backend::{Backend, ChangeError};
+use super::openapi::{Cells, Invalid, Name, NoSuchVm, NothingKept};
 use super::peer::Access;
 use super::request::{
-    Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, query_number, read_body,
+    Answer, Connection, Named, Refusal, ask, ask_vm, bad_request, invalid, json, no_such_vm, query_number, read,
 };
 use super::{adopted, governor, metrics, openapi, past, pool, upgrade};
 
@@ -32,7 +30,6 @@ pub(super) fn routes() -> OpenApiRouter<Connection> {
         .routes(routes!(vm, patch_vm))
         .routes(routes!(restore, end_restore))
         .routes(routes!(heat, patch_heat))
-        .routes(routes!(heat_cycles))
         .routes(routes!(kept))
         .routes(routes!(forget))
         .merge(adopted::routes())
@@ -45,7 +42,6 @@ pub(super) fn routes() -> OpenApiRouter<Connection> {
         .routes(routes!(metrics_page))
 }
 
-/// Their document.
 pub(super) fn document_json() -> String {
     openapi::to_json(routes().into_openapi())
 }
@@ -86,11 +82,8 @@ async fn vms(State(connection): State<Connection>) -> Answer {
     params(Name),
     responses((status = 200, body = VmStat), NoSuchVm),
 )]
-async fn vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let asked = name.clone();
-    let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
-    json(&vm.ok_or_else(|| no_such_vm(&name))?)
+async fn vm(State(connection): State<Connection>, name: Named) -> Answer {
+    ask_vm(&connection, name, |backend, name| backend.vm(name).ok_or(ChangeError::NotFound)).await
 }
 
 /// How hot the memory of a VM is.
@@ -99,15 +92,13 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     params(Name, Cells),
     responses((status = 200, body = VmHeat), NoSuchVm),
 )]
-async fn heat(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+async fn heat(State(connection): State<Connection>, name: Named, uri: Uri) -> Answer {
     let cells = query_number(&uri, "cells", DEFAULT_CELLS as u64)?;
     if !(1..=MAX_CELLS as u64).contains(&cells) {
         return Err(bad_request(format!("{cells} cells are asked for; 1 to {MAX_CELLS} are possible")));
     }
-    let asked = name.clone();
-    let heat = ask(&connection, move |backend| backend.heat(&asked, cells as usize)).await?;
-    json(&heat.ok_or_else(|| no_such_vm(&name))?)
+    let heat = move |backend: &dyn Backend, name: &str| backend.heat(name, cells as usize);
+    ask_vm(&connection, name, move |backend, name| heat(backend, name).ok_or(ChangeError::NotFound)).await
 }
 
 /// Change how a VM is tracked; returns its heat.
@@ -117,44 +108,13 @@ async fn heat(State(connection): State<Connection>, name: Result<Path<String>, P
     request_body = HeatPatch,
     responses((status = 200, body = VmHeat), NoSuchVm),
 )]
-async fn patch_heat(
-    State(connection): State<Connection>,
-    name: Result<Path<String>, PathRejection>,
-    request: Request,
-) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: HeatPatch = parse(&body, "a change to how a VM is tracked")?;
-    let asked = name.clone();
-    let heat = ask(&connection, move |backend| match patch.track {
-        Some(track) => backend.set_track(&asked, track),
-        None => backend.heat(&asked, DEFAULT_CELLS),
-    });
-    json(&heat.await?.ok_or_else(|| no_such_vm(&name))?)
-}
-
-/// The last access cycles as a recording; they are kept while a client asks.
-#[utoipa::path(
-    get, path = "/v1/vms/{name}/heat/cycles", operation_id = "getVmHeatCycles",
-    params(Name, AfterCycle),
-    responses((status = 200, content_type = "application/octet-stream", body = String), NoSuchVm, Stuck),
-)]
-async fn heat_cycles(
-    State(connection): State<Connection>,
-    name: Result<Path<String>, PathRejection>,
-    uri: Uri,
-) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let after = query_number(&uri, "after", 0)?;
-    let asked = name.clone();
-    let cycles = ask(&connection, move |backend| backend.heat_cycles(&asked, after)).await?;
-    let cycles = cycles.ok_or_else(|| no_such_vm(&name))?;
-    if cycles.is_empty() {
-        let detail =
-            format!("A thread that tracks {name:?} waits for the kernel (see the event vm-stuck); ask again later");
-        return Err(Refusal(Problem::new(503, Problem::BUSY, "Busy", detail)));
-    }
-    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], cycles).into_response())
+async fn patch_heat(State(connection): State<Connection>, name: Named, request: Request) -> Answer {
+    let patch: HeatPatch = read(&connection, request, "a change to how a VM is tracked").await?;
+    let heat = move |backend: &dyn Backend, name: &str| match patch.track {
+        Some(track) => backend.set_track(name, track),
+        None => backend.heat(name, DEFAULT_CELLS),
+    };
+    ask_vm(&connection, name, move |backend, name| heat(backend, name).ok_or(ChangeError::NotFound)).await
 }
 
 /// Change one VM; returns its new state.
@@ -164,24 +124,13 @@ async fn heat_cycles(
     request_body = VmPatch,
     responses((status = 200, body = VmStat), NoSuchVm, Invalid),
 )]
-async fn patch_vm(
-    State(connection): State<Connection>,
-    name: Result<Path<String>, PathRejection>,
-    request: Request,
-) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: VmPatch = parse(&body, "a change to a VM")?;
-    let asked = name.clone();
-    if patch == VmPatch::default() {
-        let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
-        return json(&vm.ok_or_else(|| no_such_vm(&name))?);
-    }
-    match ask(&connection, move |backend| backend.patch_vm(&asked, &patch)).await? {
-        Ok(vm) => json(&vm),
-        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
-        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
-    }
+async fn patch_vm(State(connection): State<Connection>, name: Named, request: Request) -> Answer {
+    let patch: VmPatch = read(&connection, request, "a change to a VM").await?;
+    let change = move |backend: &dyn Backend, name: &str| match patch == VmPatch::default() {
+        true => backend.vm(name).ok_or(ChangeError::NotFound),
+        false => backend.patch_vm(name, &patch),
+    };
+    ask_vm(&connection, name, change).await
 }
 
 /// Set or remove the limit of several VMs, or of all; returns the result for each.
@@ -191,8 +140,7 @@ async fn patch_vm(
     responses((status = 200, body = Vec<VmChange>)),
 )]
 async fn limit_vms(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let LimitsPatch { vms, limit_bytes } = parse(&body, "one limit for several VMs")?;
+    let LimitsPatch { vms, limit_bytes } = read(&connection, request, "one limit for several VMs").await?;
     let patch = VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() };
     let changes = ask(&connection, move |backend| {
         let all = || backend.vms().into_iter().map(|vm| vm.name).collect();
@@ -217,8 +165,8 @@ async fn limit_vms(State(connection): State<Connection>, request: Request) -> An
     params(Name),
     responses((status = 200, body = VmStat), NoSuchVm, Invalid),
 )]
-async fn restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
-    keep(&connection, name, true).await
+async fn restore(State(connection): State<Connection>, name: Named) -> Answer {
+    ask_vm(&connection, name, |backend, name| backend.keep(name, true)).await
 }
 
 /// End that; the limit of the VM counts again.
@@ -227,18 +175,8 @@ async fn restore(State(connection): State<Connection>, name: Result<Path<String>
     params(Name),
     responses((status = 200, body = VmStat), NoSuchVm, Invalid),
 )]
-async fn end_restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
-    keep(&connection, name, false).await
-}
-
-async fn keep(connection: &Connection, name: Result<Path<String>, PathRejection>, kept: bool) -> Answer {
-    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
-    let asked = name.clone();
-    match ask(connection, move |backend| backend.keep(&asked, kept)).await? {
-        Ok(vm) => json(&vm),
-        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
-        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
-    }
+async fn end_restore(State(connection): State<Connection>, name: Named) -> Answer {
+    ask_vm(&connection, name, |backend, name| backend.keep(name, false)).await
 }
 
 /// What is kept of VMs for the next time that they attach.
@@ -256,8 +194,7 @@ async fn kept(State(connection): State<Connection>) -> Answer {
     params(Name),
     responses((status = 200, body = Vec<KeptVm>), NothingKept, Invalid),
 )]
-async fn forget(State(connection): State<Connection>, vm: Result<Path<String>, PathRejection>) -> Answer {
-    let Path(vm) = vm.map_err(|error| bad_request(error.body_text()))?;
+async fn forget(State(connection): State<Connection>, Named(vm): Named) -> Answer {
     let asked = vm.clone();
     let forgotten = ask(&connection, move |backend| backend.forget(&asked)).await?.map_err(invalid)?;
     if forgotten.is_empty() {
@@ -288,13 +225,7 @@ async fn document() -> Answer {
     responses((status = 200, content_type = metrics::MEDIA_TYPE, body = String)),
 )]
 async fn metrics_page(State(connection): State<Connection>) -> Answer {
-    let readers = Arc::clone(&connection.readers);
-    let is_reader = connection.access != Access::Write;
-    let page = ask(&connection, move |backend| match is_reader {
-        true => readers.page(|| metrics::page(backend)),
-        false => metrics::page(backend),
-    });
-    let page = page.await?;
+    let page = ask(&connection, metrics::page).await?;
     Ok(([(header::CONTENT_TYPE, metrics::MEDIA_TYPE)], page).into_response())
 }
 

@@ -1,7 +1,7 @@
 //! The upgrade's part of the API: begin one, and read its state.
 //!
 //! Before: `routes` mounts it. After: the engine passes it on to its keeper.
-//! Promise: a request that is sent again while that upgrade is under way begins no second one.
+//! Promise: a request that is repeated during that upgrade begins no second one.
 
 use axum::extract::{Request, State};
 use ballast_api::{UpgradeRequest, UpgradeStat};
@@ -9,7 +9,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::openapi::Invalid;
-use super::request::{Answer, Connection, ask, invalid, json, parse, read_body};
+use super::request::{Answer, Connection, ask, invalid, json, read};
 
 pub(super) fn routes() -> OpenApiRouter<Connection> {
     OpenApiRouter::new().routes(routes!(show, begin))
@@ -28,7 +28,6 @@ async fn show(State(connection): State<Connection>) -> Answer {
     responses((status = 200, body = UpgradeStat), Invalid),
 )]
 async fn begin(State(connection): State<Connection>, request: Request) -> Answer {
-    let body = read_body(request.into_body(), connection.body_time).await?;
-    let UpgradeRequest { program } = parse(&body, "an upgrade")?;
+    let UpgradeRequest { program } = read(&connection, request, "an upgrade").await?;
     json(&ask(&connection, move |backend| backend.begin_upgrade(program)).await?.map_err(invalid)?)
 }

@@ -1,5 +1,5 @@
 //! The other end of an agent's channel, played by a test. This process is the VMM: it maps the guest RAM and listens on
-//! the socket that is its port. There is one such VM at a time, because it is large.
+//! the socket of the port. There is one such VM at a time, because it is large.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -20,7 +20,7 @@ use super::{Daemon, until};
 
 /// 64 MiB.
 pub const PAGES: u64 = 16 << 10;
-/// The guest sees the second half of its memory from here on.
+/// The guest's page number of the second half of its memory.
 pub const HIGH: u64 = GIB / PAGE_SIZE as u64;
 
 pub fn one_at_a_time() -> MutexGuard<'static, ()> {
@@ -47,7 +47,7 @@ impl Port {
     }
 }
 
-/// A VM of this process, marked all over, whose guest sees it in two pieces.
+/// A VM of this process with marked pages, whose guest sees it in two pieces.
 pub fn attach(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> Client {
     ram.mark();
     let client = ram.vm(daemon, name).agent_port(port.for_client()).attach().expect("attach");
@@ -55,12 +55,12 @@ pub fn attach(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> Client {
     let low = GuestRange { address: 0, offset: Bytes(0), len: half };
     let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
     client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
-    // The keeper has answered; the engine may still be opening the VM.
+    // The keeper has replied; the engine may still be opening the VM.
     daemon.vm(name);
     client
 }
 
-/// The same, and its agent, whose places in guest memory are proved.
+/// Like `attach`, with an agent that has proved its places in guest memory.
 pub fn proved(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> (Client, Fake) {
     let client = attach(daemon, port, ram, name);
     let mut fake = Fake::accept(port);
@@ -78,7 +78,7 @@ pub fn run(page: u64, count: u32, level: u8) -> Run {
     Run { page, count, kind: Kind::Anon, level }
 }
 
-/// What says that it is an agent.
+/// A fake agent.
 pub struct Fake {
     pub stream: UnixStream,
     frames: Frames,
@@ -88,20 +88,20 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// The engine connects, and says hello.
+    /// The engine connects, and sends a hello.
     pub fn accept(port: &Port) -> Self {
         let (stream, _) = port.listener.accept().expect("the engine connects");
         Self::of(stream)
     }
 
-    /// The engine has the other end, and says hello.
+    /// The engine has the other end, and sends a hello.
     pub fn of(stream: UnixStream) -> Self {
         let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
         fake.next_session();
         fake
     }
 
-    /// Hears the hello of a session other than this one.
+    /// Reads the hello of the next session.
     pub fn next_session(&mut self) {
         let old = self.session;
         while self.session == old {
@@ -111,7 +111,7 @@ impl Fake {
         }
     }
 
-    /// An honest beginning: who it is, and where the host sees its pages.
+    /// An honest beginning: its hello, and the proof of its pages.
     pub fn begin(&mut self, ram: &Ram) {
         self.say(&ToHost::Hello { agent: "9.9".into(), kernel: "6.12-fake".into() });
         self.tick();
@@ -133,7 +133,7 @@ impl Fake {
         self.say(&ToHost::Tick(Tick { total: PAGES, tracking: Tracking::Damon, ..Tick::default() }));
     }
 
-    /// So that it is not taken for silent, while something is waited for. Returns whether it was time for it.
+    /// Sends a tick if it is time, so that the agent does not count as silent. Returns whether it was time.
     pub fn stay_alive(&mut self) -> bool {
         let is_time = self.ticked.elapsed() > Duration::from_secs(1);
         if is_time {
@@ -148,7 +148,7 @@ impl Fake {
         self.say(&ToHost::Report { number: self.reports, last: true, runs });
     }
 
-    /// The next frame; `None` when the engine has hung up, or nothing has come in the time of the stream.
+    /// The next frame; `None` when the engine has hung up, or after the stream's timeout.
     pub fn hear_frame(&mut self) -> Option<ballast_messages::Frame> {
         let mut buffer = [0; 4096];
         loop {
@@ -181,7 +181,7 @@ impl Fake {
     }
 }
 
-/// Write the nonce where a mark was: such a page is not marked any more.
+/// Writes the nonce over a mark: the page is no longer marked.
 pub fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
     let words = ram.map.words(page as usize * PAGE_SIZE, NONCE / 8);
     for (word, bytes) in words.iter().zip(nonce.as_chunks().0) {
@@ -192,7 +192,7 @@ pub fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
 /// The pages with a nonce.
 pub const NONCES: [u64; 2] = [PAGES / 2 - 1, PAGES - 1];
 
-/// Every page but those with a nonce holds what was written there.
+/// Checks that all pages but those with a nonce are marked.
 pub fn all_is_there(ram: &Ram) {
     let wrong = (0..PAGES).filter(|page| !NONCES.contains(page) && !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes");

@@ -1,5 +1,5 @@
-//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: it writes and verifies self-checking
-//! data until it is told to stop, then verifies every byte.
+//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: writes and verifies self-checking data
+//! until it is told to stop, then verifies each byte.
 
 use std::io::Write;
 use std::path::Path;
@@ -9,7 +9,6 @@ use ballast_api::Client;
 
 use super::{Daemon, soak, until};
 
-/// A running test VM.
 pub struct Guest {
     name: String,
     child: Option<Child>,
@@ -17,29 +16,29 @@ pub struct Guest {
     waits_for_itself: bool,
 }
 
-/// The end of a test VM's run, as it reports it.
+/// The end of a test VM's run.
 pub struct Ended {
     /// Its JSON line.
     pub outcome: serde_json::Value,
 }
 
 impl Guest {
-    /// Start one and wait until the daemon knows it; `args` are `ballast-testvm`'s own.
+    /// Starts one and waits until the daemon knows it; `args` are `ballast-testvm`'s.
     pub fn start(daemon: &Daemon, name: &str, args: &str) -> Self {
         Self::start_with(daemon, name, args, &[])
     }
 
-    /// The same with these environment variables.
+    /// With these environment variables.
     pub fn start_with(daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
         Self::start_beside(Path::new(env!("CARGO_BIN_EXE_ballastd")), daemon, name, args, variables)
     }
 
-    /// The same of the build with this `ballastd`.
+    /// With these environment variables, from the build of this `ballastd`.
     pub fn start_beside(ballastd: &Path, daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
         Self::start_at(ballastd, (&daemon.api, &daemon.attach_socket()), name, args, variables)
     }
 
-    /// The same at a daemon of which these are the API and the socket to attach to.
+    /// At the daemon with this API and this attach socket.
     pub fn start_at(
         ballastd: &Path,
         (api, attach_socket): (&Client, &Path),
@@ -53,7 +52,7 @@ impl Guest {
             .args(args.split_ascii_whitespace())
             .envs(variables.iter().copied())
             .args(soak::is_on().then_some("--latency"))
-            .args(["--attach", name, "--json", "--until-stdin", "--ops", "0", "--attach-socket"])
+            .args(["--attach", name, "--until-stdin", "--ops", "0", "--attach-socket"])
             .arg(attach_socket)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -66,18 +65,17 @@ impl Guest {
         guest
     }
 
-    /// Tell it something on its standard input.
+    /// Writes a line to its standard input.
     pub fn tell(&mut self, line: &str) {
         let stdin = self.child.as_mut().and_then(|child| child.stdin.as_mut()).expect("running, and listening");
         stdin.write_all(line.as_bytes()).expect("tell the test VM");
     }
 
-    /// The VM's process.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("running").id()
     }
 
-    /// End the operations, wait for the last verification, and check that no byte was wrong.
+    /// Ends the operations, waits for the last verification, and checks that no byte was wrong.
     pub fn finish(mut self) -> Ended {
         let mut child = self.child.take().expect("running");
         drop(child.stdin.take().map(|mut stdin| stdin.write_all(b"stop\n")));
@@ -106,7 +104,7 @@ impl Drop for Guest {
     }
 }
 
-/// Wait until pages of this VM go out and come back.
+/// Waits until pages of this VM are evicted and restored.
 pub fn moves(api: &Client, name: &str) {
     let vm = || api.vm(name).expect("the VM");
     let before = vm();

@@ -17,34 +17,35 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ballast_api::{Client, HostStat, VmStat};
+use ballast_api::{Client, Event, HostStat, VmStat};
+use ballast_base::Bytes;
+use ballast_store::{Budget, FileOptions, FileStore};
 pub use ballast_testkit::missing;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-/// A short quarantine, so that pages move all the time and whatever happens meets every state.
+/// A short quarantine, so that pages move all the time and each event meets every state.
 pub const QUICK: &str = "quarantine_ms = 5\n";
-/// A guest of half-compressible data, both halves of its life busy: hot pages stay, the others go and come back.
+/// A guest with half-compressible data and busy threads: hot pages stay, others are evicted and restored.
 pub const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
 
-/// A thread that starts a process shares this lock. A thread that has it alone knows that no child has a copy of its
-/// descriptors: each child has them between its fork and its exec.
+/// Shared by each thread that starts a process. A thread that has it exclusively knows that no child has a copy of its
+/// descriptors, as each child has between fork and exec.
 pub static FORKS: RwLock<()> = RwLock::new(());
 
-/// Share it, to start a process.
+/// Shares [`FORKS`], to start a process.
 pub fn may_fork() -> RwLockReadGuard<'static, ()> {
     FORKS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A killed engine is gone within this, unless a VMM that hangs keeps one of its threads.
+/// A killed engine is gone within this time, unless a VMM that hangs keeps one of its threads.
 const GOES_WITHIN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
-/// Varies a moment without depending on a clock's phase: 0 to 40 ms in odd steps.
+/// A delay of 0 to 40 ms that varies with the round, independent of a clock's phase.
 pub fn moment(round: u32) -> Duration {
     Duration::from_micros(u64::from(round).wrapping_mul(7919) % 40_000)
 }
 
-/// A running daemon.
 pub struct Daemon {
     dir: tempfile::TempDir,
     keeper: Child,
@@ -52,12 +53,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start one with this configuration text (TOML, without `runtime_dir`).
+    /// Starts one with this configuration (TOML, without `runtime_dir`).
     pub fn start(config: &str) -> Self {
         Self::start_within(config, None)
     }
 
-    /// The same with at most this number of descriptors.
+    /// Starts one with at most this number of descriptors.
     pub fn start_within(config: &str, descriptors: Option<u32>) -> Self {
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         std::fs::write(dir.path().join("ballastd.toml"), config).expect("write the configuration");
@@ -74,17 +75,15 @@ impl Daemon {
         self.dir.path()
     }
 
-    /// Where VMMs attach.
     pub fn attach_socket(&self) -> PathBuf {
         self.dir().join("attach.sock")
     }
 
-    /// What the daemon says of itself.
     pub fn host(&self) -> HostStat {
         self.api.host().expect("ask the daemon")
     }
 
-    /// What the daemon says of a VM. An engine that has just followed another one may not have opened it yet.
+    /// The daemon's figures of a VM. Waits, because a new engine may not have opened it yet.
     pub fn vm(&self, name: &str) -> VmStat {
         let start = Instant::now();
         loop {
@@ -96,45 +95,43 @@ impl Daemon {
         }
     }
 
-    /// Kill the engine without warning. Returns the pid it had.
+    /// Kills the engine. Returns its pid.
     pub fn kill_engine(&self) -> u32 {
         let pid = self.engine_pid().expect("an engine runs");
         kill(pid);
         pid
     }
 
-    /// Wait until another engine than `old` answers.
+    /// Waits until another engine than `old` answers.
     pub fn wait_for_engine_after(&self, old: u32) {
         until("another engine answers", || self.api.host().is_ok_and(|host| host.engine_pid != old));
     }
 
-    /// Kill the keeper without warning. Its engine serves on.
+    /// Kills the keeper. Its engine continues to serve.
     pub fn kill_keeper(&mut self) {
         soak::killed();
         self.keeper.kill().expect("kill the keeper");
         self.keeper.wait().expect("reap the keeper");
     }
 
-    /// Wait until the keeper has died by itself.
     pub fn wait_for_keeper_to_die(&mut self) {
         until("the keeper dies", || self.keeper.try_wait().expect("reap the keeper").is_some());
     }
 
-    /// Stop the keeper, or let it go on.
+    /// Stops or continues the keeper, by this signal.
     pub fn signal_keeper(&self, signal: Signal) {
         signal_process(self.keeper.id(), signal);
     }
 
-    /// The keeper that runs now.
     pub fn keeper_pid(&self) -> u32 {
         self.keeper.id()
     }
 
-    /// The engines: children of the keeper that are not dead.
+    /// The engines: living children of the keeper.
     pub fn engines(&self) -> Vec<u32> {
         let keeper = self.keeper_pid();
         let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
-        // One that was killed may be there still, for as long as the kernel keeps one of its threads.
+        // A killed one may still exist, while the kernel keeps one of its threads.
         let is_alive = |pid: &u32| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
@@ -142,23 +139,22 @@ impl Daemon {
         children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
     }
 
-    /// The engine of the keeper that runs now.
     pub fn engine_pid(&self) -> Option<u32> {
         self.engines().first().copied()
     }
 
-    /// Start a keeper again after [`Daemon::kill_keeper`].
+    /// Starts a keeper again after [`Daemon::kill_keeper`].
     pub fn restart_keeper(&mut self) {
         self.keeper = spawn_keeper(self.dir.path(), None);
     }
 
-    /// Kill the keeper, and its engine too if `with_engine`, and start a keeper again. Returns when its engine answers.
+    /// Kills the keeper, and with `with_engine` its engine, and starts a keeper again. Returns when its engine answers.
     pub fn kill_and_restart_keeper(&mut self, with_engine: bool) {
         let engine = self.engine_pid().expect("an engine");
         self.kill_and_restart_keeper_of(engine, with_engine);
     }
 
-    /// The same where this is its engine.
+    /// Like `kill_and_restart_keeper`, for this engine.
     pub fn kill_and_restart_keeper_of(&mut self, engine: u32, with_engine: bool) {
         self.kill_keeper();
         if with_engine {
@@ -168,13 +164,13 @@ impl Daemon {
         self.wait_for_engine_after(engine);
     }
 
-    /// The same with this configuration text, keeper and engine both.
+    /// Restarts keeper and engine with this configuration.
     pub fn restart_with(&mut self, config: &str) {
         std::fs::write(self.dir().join("ballastd.toml"), config).expect("write the configuration");
         self.kill_and_restart_keeper(true);
     }
 
-    /// Wait until pages of this VM go to its file store and come back.
+    /// Waits until pages of this VM go to its file store and are restored.
     pub fn goes_to_file_and_back(&self, name: &str) {
         let mut first = None;
         until("pages go to the file and come back", || {
@@ -185,7 +181,27 @@ impl Daemon {
         });
     }
 
-    /// What keeper and engines wrote.
+    /// The events of this kind; none while no engine answers.
+    pub fn events(&self, kind: &str) -> Vec<Event> {
+        let mut events = self.api.events().unwrap_or_default();
+        events.retain(|event| event.kind == kind);
+        events
+    }
+
+    /// Whether there was an event of this kind about this VM.
+    pub fn has_event_of(&self, vm: &str, kind: &str) -> bool {
+        self.events(kind).iter().any(|event| event.vm.as_deref() == Some(vm))
+    }
+
+    /// Waits until pages of this VM were evicted and restored.
+    pub fn evicts(&self, name: &str) {
+        until("pages go out and come back", || {
+            let vm = self.vm(name);
+            vm.reclaim.evicted_pages > 0 && vm.faults.restore > 0
+        });
+    }
+
+    /// The log of keeper and engines.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("log")).unwrap_or_default()
     }
@@ -196,8 +212,8 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("keeper and engines wrote:\n{}\nVMs: {:#?}", self.log(), self.api.vms());
         }
-        // All of them are gone in the end: else what they hold of their VMs, huge pages for instance, is missing in the
-        // next test.
+        // Waits for the end of all of them, because memory of their VMs, huge pages for instance, would be missing in
+        // the next test.
         let named = |pid: u32| pidfd_open(Pid::from_raw(pid as i32)?, PidfdFlags::empty()).ok();
         let engines: Vec<_> = self.engines().into_iter().filter_map(named).collect();
         let _ = self.keeper.kill();
@@ -212,10 +228,10 @@ impl Drop for Daemon {
 fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("open the log");
     let limit = descriptors.map_or(String::new(), |most| format!("ulimit -n {most}; "));
-    // What an upgrade goes through, for tests that wait for it.
+    // Logs the stages of an upgrade, for tests that wait for them.
     let told = std::env::var("BALLAST_LOG").unwrap_or_else(|_| "info,ballast_keeper=debug".into());
     let _forks = may_fork();
-    // The shell becomes the keeper: it is this process's child all the same.
+    // The shell becomes the keeper, and is this process's child.
     Command::new("sh")
         .env("BALLAST_LOG", told)
         .args(["-c", &format!("{limit}exec \"$@\""), "sh"])
@@ -237,20 +253,19 @@ pub fn limit_descriptors(pid: u32, most: &str) -> bool {
     set.expect("prlimit").status.success()
 }
 
-/// SIGKILL.
+/// Sends SIGKILL.
 pub fn kill(pid: u32) {
     soak::killed();
     signal_process(pid, Signal::KILL);
 }
 
-/// Any signal.
 pub fn signal_process(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Stop a process, and wait until each of its threads has stopped, which a signal does not wait for.
+/// Stops a process, and waits until each of its threads has stopped, which a signal does not wait for.
 pub fn stop_process(pid: u32) {
     signal_process(pid, Signal::STOP);
     let has_stopped = |task: std::fs::DirEntry| {
@@ -262,13 +277,25 @@ pub fn stop_process(pid: u32) {
     });
 }
 
-/// What a thread returns. Panics if it panicked, or does not end.
+/// The result of a thread. Panics if it panicked, or does not end.
 pub fn joined<T>(what: &str, thread: JoinHandle<T>) -> T {
     until(what, || thread.is_finished());
     thread.join().expect("no panic")
 }
 
-/// Wait until something becomes true. Panics after five minutes: then it never will.
+/// The settings of a RAM store of this size, from which pages move to a file in `dir`.
+pub fn spilling(store_budget: &str, dir: &Path) -> String {
+    let dir = dir.display();
+    format!("{QUICK}store_budget = \"{store_budget}\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
+}
+
+/// Whether there can be no file store here; prints the reason.
+pub fn no_disk() -> bool {
+    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+    missing("disk", made.err().map(|error| error.to_string()))
+}
+
+/// Waits until a condition is true. Panics after five minutes.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {

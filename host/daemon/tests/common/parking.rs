@@ -1,4 +1,4 @@
-//! Guests that hold their own `mmap_lock` in the kernel, over a file server that does not answer.
+//! Guests that hold their own `mmap_lock` in the kernel, because a file server does not respond.
 
 use ballast_testvm::fuse::{Fuse, Held};
 use ballast_testvm::park::HOLDER;
@@ -6,21 +6,21 @@ use ballast_testvm::park::HOLDER;
 use super::guest::Guest;
 use super::{Daemon, missing, until};
 
-/// A file server; `None`, aloud, where there is none.
+/// A file server; `None`, with a message, where there is none.
 pub fn fuse() -> Option<Fuse> {
     let served = Fuse::serve();
     let refused = served.as_ref().err().map(|error| format!("no FUSE server: {error}"));
     if missing("fuse", refused) { None } else { served.ok() }
 }
 
-/// A guest that can be parked on `fuse`; `args` are its own.
+/// A guest that can be parked on `fuse`, with these arguments.
 pub fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str, args: &str) -> Guest {
     let file = fuse.dir().join(name);
     std::fs::write(&file, [7; 4096]).expect("a file to park on");
     Guest::start(daemon, name, &format!("{args} --park-on {}", file.display()))
 }
 
-/// Have it park. `nth` guests are parked on this server then.
+/// Parks it, as the `nth` guest on this server.
 pub fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
     let held = fuse.hold_on();
     guest.tell("read\n");
@@ -31,7 +31,7 @@ pub fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
     held
 }
 
-/// Does a thread of this name sleep there in the kernel?
+/// Whether a thread of this name sleeps in this kernel function.
 pub fn sleeps_in(pid: u32, name: &str, function: &str) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     let read = |task: &std::fs::DirEntry, what| std::fs::read_to_string(task.path().join(what)).unwrap_or_default();

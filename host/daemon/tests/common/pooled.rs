@@ -1,6 +1,7 @@
-//! A daemon with a pool, and the host's huge pages put back.
+//! A daemon with a pool. The host's huge pages are restored at the end.
 //!
-//! Before: a test wants memory of the pool. After: there is some, zeroed. Threads: one such daemon at a time.
+//! Before: a test wants memory of the pool. After: there is some, zeroed.
+//! Threads: one such daemon at a time.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -13,7 +14,6 @@ use ballast_testkit::skip;
 
 use super::{Daemon, until};
 
-/// A daemon with a pool; the host's huge pages are put back.
 pub struct Pooled {
     pub daemon: Option<Daemon>,
     pub dir: PathBuf,
@@ -27,12 +27,12 @@ pub struct Pooled {
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Pooled {
-    /// A pool of this size in files of 16 MiB, zeroed; `None`, and said why, where there can be none.
+    /// A zeroed pool of this size in files of 16 MiB; `None`, with a message, where there can be none.
     pub fn start(config: &str, mib: u64) -> Option<Self> {
         Self::of(config, mib, PoolPages::Huge)
     }
 
-    /// The same of these pages; files of pages of 1 GiB have one.
+    /// A pool of these pages; a file of 1 GiB pages has one page.
     pub fn of(config: &str, mib: u64, pages: PoolPages) -> Option<Self> {
         let (page, file_bytes) = match pages {
             PoolPages::Huge => (Page::Huge, Some(16 * MIB)),
@@ -59,7 +59,7 @@ impl Pooled {
         let daemon = pooled.daemon();
         until("the engine has the pool", || daemon.dir().join("pool.sock").exists());
         let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, pages, ..PoolRequest::default() };
-        // An emulated machine may take minutes to find pages of 1 GiB. The request may be sent again.
+        // An emulated machine may take minutes to find pages of 1 GiB. The request may be repeated.
         let asked = (0..5).map(|_| daemon.api.reserve_pool(&request)).find(|asked| asked.is_ok());
         asked.expect("answered").expect("reserve");
         let pool = pooled.stat();
@@ -82,19 +82,19 @@ impl Pooled {
         }
     }
 
-    /// Wait until all of it is zeroed and nobody's.
+    /// Waits until all of it is zeroed and free.
     pub fn settled(&self, mib: u64) {
         until("all of the pool is ready", || {
             self.stat().nodes.iter().map(|node| node.ready_bytes).sum::<u64>() == mib * MIB
         });
     }
 
-    /// Huge pages of the host beyond what it had.
+    /// Huge pages of the host beyond those it had.
     pub fn pages(&self) -> u64 {
         self.before.iter().map(|(node, before)| self.host.pages(*node).expect("pages").total - before).sum()
     }
 
-    /// The part of these pages.
+    /// The directory of the part with these pages.
     pub fn part(&self) -> PathBuf {
         let pool = self.dir.join("pool");
         match self.host.page() {

@@ -1,4 +1,4 @@
-//! A client that says exactly what a test wants it to say: the attach protocol by hand.
+//! A client that sends exactly what a test wants: the attach protocol by hand.
 
 use std::fs::File;
 use std::mem::ManuallyDrop;
@@ -20,22 +20,22 @@ use super::{Daemon, missing};
 /// No test needs to wait that long; a daemon that hangs fails it.
 const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
-/// Is userfaultfd missing? Then say so.
+/// Whether userfaultfd is missing; prints the reason.
 pub fn no_uffd() -> bool {
     let refused = Uffd::create(REQUIRED_FEATURES).err();
     missing("uffd", refused.map(|error| format!("no userfaultfd with shared-memory minor faults: {error}")))
 }
 
-/// One of this process's.
 pub fn userfaultfd() -> Uffd {
     Uffd::create(REQUIRED_FEATURES).expect("userfaultfd").0
 }
 
-/// Guest RAM in a file, mapped here.
+/// Guest RAM in a file, mapped in this process.
 pub struct Ram {
     pub fd: OwnedFd,
     pub map: ManuallyDrop<Mapping>,
-    /// The client that VMMs link has it. That unmaps pages of it as long as this process lives, whatever is there.
+    /// The client library has it, and zaps pages at these addresses as long as this process lives, whatever is mapped
+    /// there.
     is_announced: AtomicBool,
 }
 
@@ -61,12 +61,12 @@ impl Ram {
         Self::mapped(fd, map)
     }
 
-    /// RAM that is mapped already, this file among others.
+    /// RAM that is already mapped, from this file among others.
     pub fn mapped(fd: OwnedFd, map: Mapping) -> Self {
         Self { map: ManuallyDrop::new(map), fd, is_announced: AtomicBool::new(false) }
     }
 
-    /// Unmap it, though the client may have it: it was not told.
+    /// Unmaps it without telling the client.
     pub fn unmap(mut self) {
         *self.is_announced.get_mut() = false;
     }
@@ -81,35 +81,32 @@ impl Ram {
         RegionInfo::one(Hva(self.map.addr() as u64), len, Bytes(0))
     }
 
-    /// The first word of a page.
     fn word(&self, page: u64) -> &AtomicU64 {
         &self.map.words(page as usize * PAGE_SIZE, 1)[0]
     }
 
-    /// Writes the first word of a page.
     pub fn set(&self, page: u64, value: u64) {
         self.word(page).store(value, Ordering::Relaxed);
     }
 
-    /// Reads the first word of a page.
     pub fn get(&self, page: u64) -> u64 {
         self.word(page).load(Ordering::Relaxed)
     }
 
-    /// Write a word of its own into each page.
+    /// Writes a different word into each page.
     pub fn mark(&self) {
         for page in 0..self.map.len() as u64 / PAGE_SIZE as u64 {
             self.word(page).store(mark(page), Ordering::Relaxed);
         }
     }
 
-    /// Does the page hold what [`Ram::mark`] wrote? Reading it is a touch.
+    /// Whether the page has the word of [`Ram::mark`]. This touches it.
     pub fn is_marked(&self, page: u64) -> bool {
         self.word(page).load(Ordering::Relaxed) == mark(page)
     }
 
-    /// How many of these pages are memory errors; all others hold what [`Ram::mark`] wrote. A system call reads them on
-    /// the guest's behalf.
+    /// The number of these pages that are memory errors; all others must have the word of [`Ram::mark`]. A system call
+    /// reads them.
     pub fn lost(&self, pages: impl Iterator<Item = u64>) -> u64 {
         let sink = File::from(memfd::create("sink", Bytes(0)).expect("memfd"));
         let mut lost = 0;
@@ -126,12 +123,12 @@ impl Ram {
         lost
     }
 
-    /// A VM of this RAM, in this process, with the client that VMMs link.
+    /// A VM of this RAM, in this process, with the client library.
     pub fn vm(&self, daemon: &Daemon, name: &str) -> Builder {
         self.join(ballast_client::Client::builder().name(name).socket(daemon.attach_socket()))
     }
 
-    /// One region more of a VM.
+    /// Adds this region to a VM.
     pub fn join(&self, vm: Builder) -> Builder {
         self.announce();
         let Span { hva, len } = self.info().span;
@@ -158,12 +155,11 @@ pub fn files(pid: u32, name: &str) -> Vec<String> {
     found.into_iter().map(|(_, path)| path).collect()
 }
 
-/// Open one of them.
 pub fn open(path: &str) -> File {
     File::options().read(true).write(true).open(path).expect("open the file again")
 }
 
-/// A VMM, or what says it is one.
+/// A VMM, real or fake.
 pub struct RawClient {
     path: PathBuf,
     name: String,
@@ -181,7 +177,7 @@ impl RawClient {
         Self { path: path.to_owned(), name: name.to_owned(), uffds, control, socket: None, escrow: None }
     }
 
-    /// What it says to attach with this RAM, each region of a file of its own; it resumes if it was attached.
+    /// The message that attaches with this RAM, one file per region; resumes if it was attached.
     pub fn message(&self, regions: Vec<RegionInfo>) -> Attach {
         let files = regions.len();
         let numbered = regions.into_iter().zip(0..).map(|(mut region, file)| {
@@ -204,7 +200,7 @@ impl RawClient {
         }
     }
 
-    /// The descriptors beside [`Self::message`].
+    /// The descriptors of [`Self::message`].
     pub fn descriptors<'a>(&'a self, ram: &[&'a Ram]) -> Vec<BorrowedFd<'a>> {
         let mut fds: Vec<_> = self.uffds.iter().map(AsFd::as_fd).chain([self.control.1.as_fd()]).collect();
         fds.extend(ram.iter().map(|ram| ram.fd.as_fd()));
@@ -212,12 +208,12 @@ impl RawClient {
         fds
     }
 
-    /// Attach or resume with this RAM. Returns what the keeper said, `None` if nothing listens or it hung up.
+    /// Attaches or resumes with this RAM. Returns the keeper's answer; `None` if nothing listens or it hung up.
     pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
         loop {
             let socket = self.ask_to_attach(ram)?;
             let answer = self.hear_of_attach(socket);
-            // A VM that returns is told to come again until the keeper's engine serves.
+            // A VM that returns is told to repeat its request until the keeper's engine serves.
             if self.escrow.is_none() || !matches!(answer, Some(KeeperToClient::Later(_))) {
                 return answer;
             }
@@ -225,12 +221,12 @@ impl RawClient {
         }
     }
 
-    /// The first half of it.
+    /// The request of `attach`.
     pub fn ask_to_attach(&self, ram: &[&Ram]) -> Option<OwnedFd> {
         self.ask_to_attach_at(ram.iter().map(|ram| ram.info()).collect(), ram)
     }
 
-    /// The same, saying that the RAM is mapped there.
+    /// A request with these descriptions of the RAM.
     pub fn ask_to_attach_at(&self, regions: Vec<RegionInfo>, ram: &[&Ram]) -> Option<OwnedFd> {
         let socket = connect(&self.path)?;
         let message = self.message(regions);
@@ -239,7 +235,7 @@ impl RawClient {
         Some(socket)
     }
 
-    /// The second.
+    /// The answer of `attach`.
     pub fn hear_of_attach(&mut self, socket: OwnedFd) -> Option<KeeperToClient> {
         let (answer, fds) = hear(&socket)?;
         if let KeeperToClient::Attached { vm, stores, .. } = &answer {
@@ -249,30 +245,28 @@ impl RawClient {
         Some(answer)
     }
 
-    /// Ask for something and hear the answer.
+    /// Sends a request and waits for the answer.
     pub fn ask(&self, message: &ClientToKeeper, fds: &[BorrowedFd<'_>]) -> Option<KeeperToClient> {
         let socket = self.socket.as_ref().expect("attached");
         scm::send(socket, &wire::encode(message), fds).ok()?;
         self.hear()
     }
 
-    /// Ask without waiting for the answer.
+    /// Sends a request without waiting for the answer.
     pub fn send(&self, message: &ClientToKeeper) {
         scm::send(self.socket.as_ref().expect("attached"), &wire::encode(message), &[]).expect("send");
     }
 
-    /// The next answer.
     pub fn hear(&self) -> Option<KeeperToClient> {
         hear(self.socket.as_ref().expect("attached")).map(|(answer, _)| answer)
     }
 
-    /// Hang up. What was attached is still there to resume with.
+    /// Hangs up. Escrow for a resume stays.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
 }
 
-/// A connection to the attach socket.
 pub fn connect(path: &Path) -> Option<OwnedFd> {
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).ok()?;

@@ -6,32 +6,29 @@ use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
 
 use super::{Daemon, until};
 
-/// How many a test makes: `BALLAST_UPGRADES`, or 12.
+/// Number of upgrades in a test: `BALLAST_UPGRADES`, or 6.
 pub fn count() -> u32 {
-    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
+    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(6)
 }
 
-/// The `ballastd` of this build.
 pub fn this_build() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
 }
 
-/// That of another build (`BALLAST_NEXT`), if there is one, else of this.
+/// The `ballastd` of another build (`BALLAST_NEXT`), if there is one, else of this.
 pub fn next_build() -> PathBuf {
     std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from)
 }
 
-/// A request for an upgrade to this program.
 pub fn request(program: &Path) -> UpgradeRequest {
     UpgradeRequest { program: Some(program.display().to_string()) }
 }
 
-/// Begin an upgrade to this program.
 pub fn begin(daemon: &Daemon, program: &Path) -> UpgradeStat {
     daemon.api.begin_upgrade(&request(program)).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()))
 }
 
-/// Wait until the upgrade is over, one way or the other.
+/// Waits for the end of the upgrade, successful or not.
 pub fn ended(daemon: &Daemon) -> UpgradeStat {
     let mut last = UpgradeStat::default();
     until("the upgrade ends", || {

@@ -7,13 +7,13 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use super::{Daemon, missing, until};
 
-/// The program, and the directory that goes with it.
+/// The program, and its directory.
 pub struct Program {
     dir: tempfile::TempDir,
 }
 
 impl Program {
-    /// Compile it; `None`, aloud, where there is no compiler or no userfaultfd.
+    /// Compiles it; `None`, with a message, without a compiler or userfaultfd.
     pub fn compile() -> Option<Self> {
         let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
         if super::raw::no_uffd() || missing("cc", (!works).then_some("no C compiler called cc")) {
@@ -27,19 +27,19 @@ impl Program {
         Some(Self { dir })
     }
 
-    /// Start it with RAM in this file, attached by the preload library under this name.
+    /// Starts it with RAM in this file, attached by the preload library under this name.
     pub fn start(&self, daemon: &Daemon, name: &str, file: &str, pages: u64) -> Vmm {
         let vmm = self.launch(Some((daemon, name)), ["ram", file, &pages.to_string()]);
         until("it is attached", || daemon.api.vm(name).is_ok());
         vmm
     }
 
-    /// Start it with these words; attached where there is somebody to attach to.
+    /// Starts it with these words; with a daemon, attached.
     pub fn launch(&self, attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
         self.launch_behind(&[], attached, words)
     }
 
-    /// The same behind another program, whose words these are.
+    /// Starts it by another program, which has these words.
     pub fn launch_behind(&self, before: &[&str], attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
         let vmm = self.dir.path().join("vmm");
         let mut command = match before.split_first() {
@@ -67,14 +67,14 @@ impl Program {
     }
 }
 
-/// The preload library, which stands beside `ballastd`.
+/// The preload library, beside `ballastd`.
 fn library() -> PathBuf {
     let path = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("libballast_preload.so");
     assert!(path.is_file(), "{} is not built: run `cargo build --workspace` first", path.display());
     path
 }
 
-/// A running VMM; killed when dropped.
+/// A running VMM; killed on drop.
 pub struct Vmm {
     pub child: Child,
     input: ChildStdin,
@@ -82,12 +82,11 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    /// Have it do something.
     pub fn say(&mut self, line: &str) {
         self.input.write_all(format!("{line}\n").as_bytes()).expect("it listens");
     }
 
-    /// What it says next.
+    /// The next line of its output.
     pub fn hear(&mut self) -> String {
         match self.lines.next() {
             Some(line) => line.expect("text"),
@@ -98,13 +97,13 @@ impl Vmm {
         }
     }
 
-    /// Have it do something, and hear the answer.
+    /// Sends a command, and waits for the answer.
     pub fn ask(&mut self, line: &str) -> String {
         self.say(line);
         self.hear()
     }
 
-    /// SIGKILL. Returns what it had written to standard error.
+    /// Kills it. Returns its standard error.
     pub fn kill(mut self) -> String {
         self.child.kill().expect("kill the VMM");
         self.child.wait().expect("reap the VMM");

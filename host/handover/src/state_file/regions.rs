@@ -1,4 +1,4 @@
-//! The regions in a state file: how they are added, end, and where their words are.
+//! The regions in a state file: how they are added and end, and where their words are.
 //!
 //! Before: the keeper makes room for a region that a client brings. After: each engine maps its table of words
 //! (`table`), and recovery reads which of them were ever written.
@@ -20,12 +20,12 @@ use crate::records::{self, RegionRecord};
 use crate::table::{Lost, flags_len, table_len};
 
 impl StateFile {
-    /// The regions, removed ones included: a region's number is its index.
+    /// The regions, including removed ones: a region's number is its index.
     pub fn regions(&self) -> Vec<RegionRecord> {
         let count = (self.get(Field::RegionCount) as usize).min(MAX_REGIONS);
         let mut known = self.records.lock().expect("no panic while held");
         while known.len() < count {
-            // Another process, the keeper, has added it. One that cannot be read counts as absent.
+            // The keeper, another process, has added it. A record that cannot be read counts as absent.
             let size = memfd::size(&self.fd).map_or(0, |size| size.0);
             let Ok(record) = records::read(self.record_words(known.len()), &self.fd, size) else { break };
             known.push(record);
@@ -38,7 +38,7 @@ impl StateFile {
         self.header.words(REGIONS_OFFSET + index * REGION_RECORD, records::WORDS)
     }
 
-    /// Make room for one more region, of these extents of these files, and return its number.
+    /// Makes room for a region of these extents of these files, and returns its number.
     pub fn add_region(
         &self,
         files: &[FileId],
@@ -56,7 +56,7 @@ impl StateFile {
         let lists_offset = table_offset + table_len(extents.pages());
         let lists = records::lists(files, extents);
         let end = lists_offset + lists.len() as u64;
-        // What a region left there that was not added in the end must not be taken for this one's words.
+        // Words of a region that was not added completely must not become words of this one.
         rustix::fs::ftruncate(&self.fd, table_offset).map_err(io::Error::from)?;
         rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
         records::write_lists(&self.fd, lists_offset, &lists)?;
@@ -70,19 +70,19 @@ impl StateFile {
         Ok(index as u32)
     }
 
-    /// Note that a region was unplugged.
+    /// Records that a region was unplugged.
     pub fn remove_region(&self, index: u32) {
         self.record_words(index as usize)[records::END].store(records::UNPLUGGED, Ordering::Release);
         self.remember();
     }
 
-    /// Note that a region counts as unplugged, because no process has brought its RAM back.
+    /// Records that a region counts as unplugged, because no process has brought its RAM back.
     pub fn give_up_region(&self, index: u32) {
         self.record_words(index as usize)[records::END].store(records::GIVEN_UP, Ordering::Release);
         self.remember();
     }
 
-    /// Map a region's table.
+    /// Maps a region's table.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -95,7 +95,7 @@ impl StateFile {
         Ok(Surviving::new(Mapping::shared(&*self.fd, offset, len)?, survival))
     }
 
-    /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
+    /// The ranges of pages whose words were ever written; all other words are Resident, age 0.
     pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<PageRange>> {
         let words_start = record.words_at();
         let words_end = words_start + record.pages().0 * 8;
@@ -112,7 +112,7 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// The same for a part of the region; the cost depends on the part alone.
+    /// Like [`Self::written_words`], for a part of the region; the cost depends on that part alone.
     pub fn written_words_within(&self, record: &RegionRecord, pages: PageRange) -> io::Result<Vec<PageRange>> {
         let page_size = PAGE_SIZE as u64;
         let place = |page: PageIdx| record.words_at() + page.0 * 8;
@@ -127,16 +127,16 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// Return the memory of a region's words: all say Resident, age 0, from now on. Nobody may use them meanwhile.
+    /// Frees the memory of a region's words: all are Resident, age 0, from now on. Nobody may use them during this
+    /// call.
     ///
     /// # Errors
-    /// If the kernel refuses; then some may be left.
+    /// The kernel refuses; some words may be left.
     pub fn forget_words(&self, record: &RegionRecord) -> io::Result<()> {
         memfd::punch(&self.fd, record.words_at(), record.table_end() - record.words_at())
     }
 
-    /// Have all its regions been unplugged or given up, and some given up? Then no process can be served of them any
-    /// more.
+    /// Whether all its regions were unplugged or given up, and some given up. Then no process can be served any more.
     pub fn is_given_up(&self) -> bool {
         let regions = self.regions();
         regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)

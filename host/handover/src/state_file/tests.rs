@@ -73,7 +73,7 @@ fn a_successor_finds_what_its_predecessor_wrote() {
 }
 
 #[test]
-fn what_a_region_left_that_was_not_added_in_the_end_is_no_word_of_the_next() {
+fn words_of_a_region_that_was_not_added_completely_are_not_words_of_the_next() {
     let file = StateFile::create(VmId([7; 16]), "test").expect("create");
     let state = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));
     let end = state.metadata().expect("stat").len();

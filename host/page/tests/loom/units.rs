@@ -1,4 +1,4 @@
-//! A unit is mapped as a whole without its pages' locks, while its pages are evicted, touched and discarded: the very
+//! A unit is mapped as a whole without its pages' locks, while its pages are evicted, touched and discarded, by the
 //! functions of `unit`, `fault` and `evict`. The unit has two pages here, and the kernel maps one after the other.
 
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ use super::{REGION, explore, page_of, spawn, value_of};
 
 const PAGES: u64 = 2;
 
-/// What the kernel knows of the unit's pages: the file's contents, and which of them the guest's page table points to.
+/// The kernel's state of the unit's pages: the file's contents, and which of them the guest's page table maps.
 #[derive(Default)]
 struct Kernel {
     file: [Option<u64>; PAGES as usize],
@@ -42,7 +42,7 @@ struct World {
     store: Shelf,
 }
 
-/// Objects by page and handle; a handle that was freed is given out again at once.
+/// Copies by page and handle; a freed handle is reused at once.
 #[derive(Debug, Default)]
 struct Shelf(std::sync::Mutex<HashMap<(u64, u64), u64>>);
 
@@ -134,7 +134,7 @@ impl Mapped for World {
 }
 
 impl World {
-    /// A unit whose pages the guest wrote, mapped.
+    /// A unit whose pages the guest has written, mapped.
     fn new() -> Arc<Self> {
         Arc::new(Self {
             words: [AtomicU64::new(0), AtomicU64::new(0)],
@@ -156,7 +156,7 @@ impl World {
         Unit::new(&self.unit)
     }
 
-    /// A guest access: runs if the page is mapped, else faults and tries again.
+    /// A guest access: runs if the page is mapped, otherwise faults and retries.
     fn touch<T>(&self, page: u64, access: impl Fn(&mut u64) -> T) -> T {
         let key = REGION.page(PageIdx(page));
         loop {
@@ -169,8 +169,8 @@ impl World {
                     None => FaultKind::Missing,
                 }
             };
-            // What the fault worker does first (`touch::touched`), except that the fault is put aside while the unit is
-            // being mapped: that is for speed only.
+            // First, what a fault worker does (`touch::touched`), except that it puts the fault aside while the unit is
+            // being mapped, which only saves time.
             if kind == FaultKind::Minor
                 && let Some(_mapping) = self.unit().enter()
             {
@@ -196,7 +196,7 @@ impl World {
     fn reclaim(&self, ticket: Ticket) {
         if quarantine(self.cell(0), ticket) {
             self.unit().disturb(thread::yield_now);
-            // A zap of one page takes away the unit's entry, if it has one, and so the others' mapping, too.
+            // A zap of one page drops the unit's PMD, if it has one, and thus unmaps the other pages, too.
             self.kernel.lock().unwrap().mapped = [false; _];
         }
         let run = PageRange::of(PageIdx(0), 1);
@@ -212,7 +212,7 @@ impl World {
         (0..PAGES).all(|page| self.cell(page).load().state() == State::Resident)
     }
 
-    /// What the kernel does when it maps a unit as a whole; it even fills holes.
+    /// The kernel maps a unit as a whole; it even fills holes.
     fn map_all(&self) {
         for page in 0..PAGES as usize {
             let mut kernel = self.kernel.lock().unwrap();
@@ -227,7 +227,7 @@ impl World {
         }
     }
 
-    /// A cycle of the tracker: watch the unit, zap it, and map it again if nobody touched it.
+    /// A cycle of the tracker: watches the unit, zaps it, and maps it again if it was not touched.
     fn track(&self) {
         if self.unit().watch(|| self.is_resident()) {
             self.kernel.lock().unwrap().mapped = [false; _];
@@ -262,7 +262,7 @@ fn a_write_is_kept_while_one_worker_maps_its_unit_and_another_evicts_the_page() 
 }
 
 #[test]
-fn a_page_that_comes_back_while_its_unit_is_mapped_has_its_bytes() {
+fn a_page_restored_while_its_unit_is_mapped_has_its_bytes() {
     explore(|| {
         let world = World::new();
         world.reclaim(Ticket::new(1, 0));
@@ -298,7 +298,7 @@ fn a_page_discarded_while_its_unit_is_mapped_reads_zeros_and_keeps_the_next_writ
 }
 
 #[test]
-fn a_write_is_kept_while_its_unit_is_watched_and_reclaim_takes_the_page() {
+fn a_write_is_kept_while_its_unit_is_watched_and_reclaim_evicts_the_page() {
     explore(|| {
         let world = World::new();
         let track = spawn(&world, World::track);
@@ -314,7 +314,7 @@ fn a_write_is_kept_while_its_unit_is_watched_and_reclaim_takes_the_page() {
 }
 
 #[test]
-fn the_touch_of_one_page_of_a_watched_unit_does_not_map_another_that_is_being_evicted() {
+fn a_touch_of_a_watched_unit_does_not_map_another_page_that_is_being_evicted() {
     explore(|| {
         let world = World::new();
         assert!(world.unit().watch(|| world.is_resident()));
@@ -330,7 +330,7 @@ fn the_touch_of_one_page_of_a_watched_unit_does_not_map_another_that_is_being_ev
 }
 
 #[test]
-fn a_unit_is_not_mapped_by_a_worker_that_read_its_words_before_a_quarantine_though_another_reads_them_again() {
+fn a_unit_is_not_mapped_by_a_worker_that_read_its_words_before_a_quarantine() {
     explore(|| {
         let world = World::new();
         let coalesce = spawn(&world, |world| {

@@ -1,35 +1,32 @@
 //! Rate limit of a guest's messages: a token bucket of bytes.
 //!
-//! Before: bytes of a guest wait in a socket. After: they are read and handled, or wait until there are tokens; a full
-//! socket makes the guest wait, not us.
-//! Units: bytes. Promise: in the long run a guest costs the work of [`RATE`] bytes a second at most.
+//! Before: bytes of a guest wait in a socket. After: they are read and handled, or stay until there are tokens; a full
+//! socket makes the guest wait (backpressure). Units: bytes.
+//! Promise: in the long run a guest costs at most the work of [`RATE`] bytes a second.
 
 use std::time::{Duration, Instant};
 
-/// Bytes that a guest may send in a second: a report of the largest guest is 512 KiB, and comes every two seconds.
+/// Bytes per second: a report of the largest guest is 512 KiB, and comes every two seconds.
 const RATE: u64 = 1 << 20;
 /// Most tokens.
 const BURST: i64 = 1 << 20;
-/// Cost of a message beside its bytes: 128 empty messages a second.
+/// Cost of a message beside its bytes: at most 128 empty messages a second.
 pub(crate) const MESSAGE: u64 = 8 << 10;
-/// Least cost of a read: 1,024 reads a second. Each wakes two threads and is three system calls, also for a byte.
+/// Least cost of a read: at most 1,024 reads a second. Each read is two thread wake-ups and three system calls.
 const READ: u64 = 1 << 10;
 
-/// A token bucket.
 #[derive(Debug)]
 pub(crate) struct Bucket {
-    /// Below zero after a message that cost more than was left.
+    /// Negative after a message that cost more tokens than there were.
     tokens: i64,
     at: Instant,
 }
 
 impl Bucket {
-    /// A full one.
     pub fn new(now: Instant) -> Self {
         Self { tokens: BURST, at: now }
     }
 
-    /// May a message be read now?
     pub fn is_open(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.at);
         let gained = passed.as_nanos().saturating_mul(u128::from(RATE)) / 1_000_000_000;
@@ -40,17 +37,14 @@ impl Bucket {
         self.tokens > 0
     }
 
-    /// This number of bytes was read at once.
     pub fn charge_read(&mut self, bytes: u64) {
         self.charge(bytes.max(READ));
     }
 
-    /// A message of this length was read.
     pub fn charge(&mut self, bytes: u64) {
         self.tokens = self.tokens.saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// When the next message may be read.
     pub fn opens(&self) -> Instant {
         let owed = u64::try_from(1 - self.tokens).unwrap_or(0);
         self.at + Duration::from_nanos(owed.saturating_mul(1_000_000_000) / RATE + 1)
@@ -62,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_that_says_all_it_can_says_no_more_than_the_rate_in_the_long_run() {
+    fn a_guest_that_sends_as_much_as_it_can_is_held_to_the_rate_in_the_long_run() {
         let start = Instant::now();
         let (mut bucket, mut now, mut said) = (Bucket::new(start), start, 0);
         while now < start + Duration::from_secs(10) {
@@ -77,11 +71,11 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_sends_single_bytes_is_read_no_more_often_than_the_rate_in_the_long_run() {
+    fn a_guest_that_sends_single_bytes_is_read_no_more_often_than_the_rate_allows() {
         let start = Instant::now();
         let (mut bucket, mut now, mut reads) = (Bucket::new(start), start, 0);
         while now < start + Duration::from_secs(10) {
-            // The next byte arrives at once.
+            // The next byte arrives immediately.
             now = if bucket.is_open(now) { now + Duration::from_micros(20) } else { bucket.opens() };
             bucket.charge_read(1);
             reads += 1;
@@ -90,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_said_is_saved_up_to_a_bound() {
+    fn unused_tokens_are_saved_up_to_a_bound() {
         let start = Instant::now();
         let mut bucket = Bucket::new(start);
         bucket.charge(u64::MAX);

@@ -1,29 +1,27 @@
-//! The socket to an agent: the other end of its VMM's virtio-serial port.
+//! The socket to an agent: the host's end of its VMM's virtio-serial port.
 //!
-//! Before: the client in the VMM's process has sent the port's host end. After: bytes from and to the guest, as far as
-//! either side takes them.
-//! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits,
-//! whatever the VMM does to the socket, and no descriptor comes from there; output that the guest does not take is
-//! dropped beyond a bound; input wakes a thread once, until all of it was read.
+//! Before: the client in the VMM's process has sent it. After: bytes from and to the guest, as far as either side takes
+//! them.
+//! Threads: a fault worker notices input; the VM's agent task does everything else.
+//! Promise: nothing here waits, whatever the VMM does to the socket; output that the guest does not read is dropped
+//! beyond a bound; input wakes a thread once, until all of it was read.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_sys::scm;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use crate::run::queue::{GroupId, Next};
 use crate::run::serve::{After, Serve};
 use crate::run::servers::{Served, Servers};
 use crate::vm::guest::told::Told;
 
-/// Most bytes that wait until the guest takes them: some of the longest messages.
+/// Most bytes that wait for the guest: some messages of the longest kind.
 const BEHIND: usize = 256 << 10;
 
-/// Notifies the task of input.
 struct Port(Arc<Told>);
 
 impl Serve for Port {
@@ -38,24 +36,21 @@ impl Serve for Port {
 
     fn end(&mut self) {}
 
-    /// The workers of CPUs are for faults.
+    /// The workers that are bound to a CPU are for faults.
     fn roams(&self) -> bool {
         true
     }
 }
 
-/// Result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// This number of bytes.
     Bytes(usize),
-    /// There is no input; the task is notified when there is.
+    /// No input; the task is notified of the next.
     Nothing,
-    /// The VMM has closed it.
+    /// The VMM has closed the socket.
     Gone,
 }
 
-/// A connection to the port of an agent.
 pub(crate) struct Channel {
     socket: Arc<OwnedFd>,
     served: Served,
@@ -75,17 +70,16 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Channel {
-    /// A conversation on this port, for the VM of this group.
+    /// A channel to this port, for the VM of this group.
     ///
     /// # Errors
-    /// It is no connected Unix stream socket, or the kernel does not watch it.
+    /// The port is no connected Unix stream socket, or the kernel does not watch it.
     pub fn open(port: OwnedFd, group: GroupId, told: &Arc<Told>) -> io::Result<Self> {
         use rustix::net::sockopt::{socket_domain, socket_type};
-        // The read of a file could wait for its file system.
+        // Reading a file could wait for its file system.
         if (socket_domain(&port)?, socket_type(&port)?) != (AddressFamily::UNIX, SocketType::STREAM) {
             return Err(io::Error::other("the VMM gave a port that is no Unix stream socket"));
         }
-        scm::refuse_descriptors(&port);
         let (socket, told) = (Arc::new(port), told.clone());
         let served = Servers::of_process()?.add(group, socket.clone(), |_| Box::new(Port(told)))?;
         let channel = Self { socket, served, out: Vec::new() };
@@ -93,22 +87,23 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Reads bytes of the guest.
+    /// Reads bytes of the guest. Never waits.
     ///
     /// # Errors
-    /// The socket is broken, or brings descriptors.
+    /// The socket is broken.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Read> {
-        match scm::try_read_plain(&*self.socket, buffer) {
-            Ok(0) => Ok(Read::Gone),
-            Ok(count) => Ok(Read::Bytes(count)),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                self.served.listen_once().map(|()| Read::Nothing)
-            }
-            Err(error) => Err(error),
+        loop {
+            return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => Ok(Read::Gone),
+                Ok((_, count)) => Ok(Read::Bytes(count)),
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => self.served.listen_once().map(|()| Read::Nothing),
+                Err(error) => Err(error.into()),
+            };
         }
     }
 
-    /// Sends this as soon as the guest takes it. Returns false and drops it if too much is unread.
+    /// Queues bytes for the guest. Returns false and drops them if too much is unread.
     pub fn send(&mut self, bytes: &[u8]) -> bool {
         let fits = self.out.len() + bytes.len() <= BEHIND;
         if fits {
@@ -117,7 +112,7 @@ impl Channel {
         fits
     }
 
-    /// Writes as much as the guest takes now.
+    /// Sends as much as the guest's socket takes now.
     ///
     /// # Errors
     /// The VMM has closed the socket.
@@ -145,7 +140,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::time::{Duration, Instant};
 
-    /// A connection whose task counts its runs, and that was notified of all that came before.
+    /// A channel whose task counts its runs. All runs that its opening causes are over.
     fn counted() -> (Channel, UnixStream, Arc<AtomicU32>) {
         let (told, runs, pool) = (Arc::<Told>::default(), Arc::new(AtomicU32::new(0)), Pool::of_process());
         let (group, of_task) = (pool.add_group(), runs.clone());
@@ -162,7 +157,6 @@ mod tests {
         (channel, peer, runs)
     }
 
-    /// Waits until there were more runs than this.
     fn until_more(runs: &AtomicU32, than: u32) {
         let began = Instant::now();
         while runs.load(Ordering::SeqCst) <= than {
@@ -172,19 +166,19 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_writes_more_often_than_it_is_read_wakes_nobody_until_all_was_read_and_then_the_next_byte_does() {
+    fn input_wakes_the_task_once_until_all_of_it_was_read() {
         let (mut channel, mut peer, runs) = counted();
         for _ in 0..20 {
             let before = runs.load(Ordering::SeqCst);
             peer.write_all(&[1]).expect("written");
             until_more(&runs, before);
-            // Another one's input comes after, so its visit would be over as well.
+            // The other channel's input comes later, so the visit for this one is over when that is handled.
             (0..100).for_each(|_| peer.write_all(&[1]).expect("written"));
             let (_channel, mut other, of_other) = counted();
             let of_this = of_other.load(Ordering::SeqCst);
             other.write_all(&[1]).expect("written");
             until_more(&of_other, of_this);
-            // A worker that is found without a CPU is visited by another one as well.
+            // A worker that gets no CPU is helped by another one, which visits, too.
             let woken = runs.load(Ordering::SeqCst) - before;
             assert!(woken <= 3, "{woken} times");
             while !matches!(channel.read(&mut [0; 8]), Ok(Read::Nothing)) {}
@@ -192,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_closes_again_and_again_costs_no_descriptor_and_one_that_never_reads_costs_bounded_memory() {
+    fn closed_peers_leave_no_descriptor_and_one_that_never_reads_costs_bounded_memory() {
         let (told, group) = (Arc::default(), Pool::of_process().add_group());
         let connect = || -> (Channel, UnixStream) {
             let (ours, peer) = UnixStream::pair().expect("a pair");
@@ -206,7 +200,7 @@ mod tests {
             drop(peer);
             while !matches!(channel.read(&mut [0; 64]), Ok(Read::Gone) | Err(_)) {}
         }
-        // Other tests of this process have some, too.
+        // Other tests of this process open descriptors, too.
         assert!(descriptors() < before + 500, "{before} before, {} now", descriptors());
 
         let (mut channel, _peer) = connect();
@@ -220,19 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_that_a_vmm_has_put_into_its_port_is_not_received() {
-        let (told, group) = (Arc::default(), Pool::of_process().add_group());
-        let (ours, peer) = UnixStream::pair().expect("a pair");
-        let (kept, mut other) = UnixStream::pair().expect("a pair");
-        scm::send(&peer, b"words", &[std::os::fd::AsFd::as_fd(&kept)]).expect("sent");
-        drop(kept);
-        let mut channel = Channel::open(ours.into(), group, &told).expect("a port");
-        assert_eq!(channel.read(&mut [0; 8]).expect_err("a descriptor").kind(), io::ErrorKind::InvalidData);
-        other.write_all(b"x").expect("it was not closed by this thread");
-    }
-
-    #[test]
-    fn what_is_no_connected_unix_stream_socket_is_no_port() {
+    fn only_a_connected_unix_stream_socket_is_a_port() {
         let (told, group) = (Arc::default(), Pool::of_process().add_group());
         let file = OwnedFd::from(std::fs::File::open("/dev/zero").expect("open"));
         let tcp = OwnedFd::from(std::net::TcpListener::bind("127.0.0.1:0").expect("bind"));

@@ -1,6 +1,6 @@
-//! A connection to an agent, which is a session, and what the worker knows of it.
+//! One connection to an agent: a session, and the worker's state of it.
 //!
-//! Before: there is a port. After: the worker (`worker`) has the conversation.
+//! Before: there is a port. After: the worker (`worker`) exchanges messages.
 //! Threads: the task of the VM's agent.
 
 use std::collections::BTreeMap;
@@ -12,17 +12,15 @@ use ballast_messages::{Frames, Run, ToGuest};
 use super::channel::Channel;
 use super::services::Services;
 
-/// Interval of the agent's messages about the guest, and of the worker's checks.
+/// Interval of the agent's regular messages, and of the worker's checks.
 pub(super) const TICK: Duration = Duration::from_secs(1);
 
-/// A report that is not complete yet.
 #[derive(Debug, Default)]
 pub(super) struct Parts {
     pub number: u32,
     pub runs: Vec<Run>,
 }
 
-/// A connection, which is a session.
 #[derive(Debug)]
 pub(super) struct Link {
     pub channel: Channel,
@@ -30,19 +28,19 @@ pub(super) struct Link {
     pub nonce: [u8; NONCE],
     pub frames: Frames,
     pub since: Instant,
-    /// Times of the last message about the guest, and of the last complete report.
+    /// Times of the last regular message, and of the last complete report.
     pub ticked: Option<Instant>,
     pub reported: Option<Instant>,
     pub parts: Parts,
     pub prove_at: Instant,
     pub hello_at: Instant,
-    /// Pages of each node that it was told to hold.
+    /// By node, pages that the agent was told to hold.
     pub balloon: BTreeMap<u32, u64>,
     pub services: Services,
 }
 
 impl Link {
-    /// Sends a hello: what the agent is to do. A later one of the session replaces it.
+    /// Sends a hello with what the agent is to do. A later one in the session replaces it.
     pub fn hello(&mut self) -> bool {
         let tick_ms = TICK.as_millis() as u32;
         let wanted = Wanted { tick_ms, reports: true, services: self.services.is_wanted() };

@@ -1,45 +1,45 @@
 //! Whether the kernel services of a guest are to be tuned (Blowfish, section 4.5).
 //!
-//! Before: each tick of an agent says how many far pages were restored, and how many of them for khugepaged or
-//! compaction. After: the host asks the agent for tuning where these matter, and for the end of it when nothing is far.
-//! Threads: the VM's agent task. Units: pages. Promise: a guest that invents figures has its own services tuned, and
-//! nothing else; it changes its mind at most once in [`WINDOW`].
+//! Before: each regular message of an agent has the number of restored pages, and of those restored for khugepaged or
+//! compaction. After: the host asks the agent to tune these services where they matter, and to stop when no page is
+//! far.
+//! Threads: the VM's agent task. Units: pages.
+//! Promise: a guest that sends false numbers changes only its own services; the decision changes at most once in
+//! [`WINDOW`].
 //!
-//! Tuning costs the guest huge pages, so it is not on from the start.
+//! Tuning costs the guest huge pages, so it begins only then.
 
 use std::time::{Duration, Instant};
 
 use ballast_messages::message::Tick;
 
-/// Restores are looked at by this time.
+/// Period over which restores are counted.
 const WINDOW: Duration = Duration::from_secs(10);
-/// They matter if they are this many in that time, and 1/N of all that the agent was told. (Blowfish, section 3.2.3,
-/// found 26 % of all.)
+/// Restores for services matter if there are this many of them in a period, and they are 1/[`PART`] of all. (Blowfish,
+/// section 3.2.3, found 26 %.)
 const LEAST: u64 = 64;
 const PART: u64 = 10;
 
-/// The verdict on the services of a guest.
 #[derive(Debug, Default)]
 pub(crate) struct Services {
     is_wanted: bool,
-    /// Restores, and those for services, at the beginning of the window.
+    /// Start of the period; restores, and those for services, at that time.
     before: Option<(Instant, u64, u64)>,
 }
 
 impl Services {
-    /// Are they to be tuned?
     pub fn is_wanted(&self) -> bool {
         self.is_wanted
     }
 
-    /// Looks at a tick. Returns whether the verdict has changed.
+    /// Evaluates a regular message. Returns whether the decision changed.
     pub fn look(&mut self, tick: &Tick, has_far: bool, now: Instant) -> bool {
         let (since, restores, of_services) = *self.before.get_or_insert((now, tick.restores, tick.service_restores));
         if now.saturating_duration_since(since) < WINDOW {
             return false;
         }
         self.before = Some((now, tick.restores, tick.service_restores));
-        // Those of an agent that was started again begin at zero.
+        // An agent that was restarted counts from zero.
         let all = tick.restores.saturating_sub(restores);
         let of_services = tick.service_restores.saturating_sub(of_services);
         let matter = of_services >= LEAST && of_services >= all / PART;

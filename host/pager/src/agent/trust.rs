@@ -1,10 +1,11 @@
-//! Whether pages that are evicted as cold stay far: samples of picked pages, and the verdict on a guest that lies.
+//! Trust: samples of evicted pages tell whether they stay far, and whether a guest's reports are wrong.
 //!
-//! Before: reclaim has picked pages, by the agent's report or by the host's own knowledge. After: it is known how many
-//! of them were touched again soon; a guest most of whose cold pages are touched at once is ignored for a while (as
-//! Demeter, section 7.2, has it), because then its reports are worse than none.
-//! Threads: the VM's reclaim worker. Units: pages. Promise: a bounded number of samples; a page whose outcome is
-//! unknown (because reclaim abandoned it, say) does not count.
+//! Before: reclaim has picked pages, by the agent's report or by the host's own knowledge. After: the share of them
+//! that was touched again soon is known; a guest most of whose cold pages are touched at once is ignored for a while
+//! (as in Demeter, section 7.2), because its reports are worse than none.
+//! Threads: the VM's reclaim worker. Units: pages.
+//! Promise: the number of samples is bounded; a page with an unknown outcome (for example because reclaim abandoned it)
+//! does not count.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -14,26 +15,24 @@ use ballast_heat::{Age, ColdRun, Pages};
 
 use crate::vm::guest::told::Picked;
 
-/// A page that is back within this is a wrong choice (the figure of Blowfish, section 5, is of the same kind).
+/// A page touched again within this time was a wrong choice (Blowfish, section 5, has a figure of this kind).
 pub(crate) const SOON: Duration = Duration::from_secs(10);
-/// A page that the guest called cold and that is back within this was not: a quarantine and as much again.
+/// A page that the guest called cold was hot if it is touched again within this time: twice the default quarantine.
 const AT_ONCE: Duration = Duration::from_secs(2);
-/// Samples that wait for their judgement, and about how many are taken of one pick: each stands for as many pages as
-/// are between two of them.
+/// Most samples that wait for judgement, and the approximate number taken of one pick: each stands for the pages
+/// between two samples.
 const SAMPLES: usize = 4096;
 const OF_A_PICK: u64 = 64;
-/// Samples of an agent's before there is a verdict; then half of them are forgotten.
+/// Samples of an agent's pages before a verdict; after it, half of them are forgotten.
 const JUDGED: u32 = 128;
-/// How long a guest that lies is ignored: at first, and at most; twice as long each time.
+/// Time for which a guest is ignored: the first time, and at most; it doubles each time.
 const IGNORED: Duration = Duration::from_secs(60);
 const IGNORED_MOST: Duration = Duration::from_secs(3600);
 
-/// How a page was picked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     /// The agent reported it as cold.
     Agent,
-    /// The host picked it.
     Host,
 }
 
@@ -42,29 +41,27 @@ struct Sample {
     place: (u32, PageIdx),
     by: By,
     at: Instant,
-    /// Its age when it was picked.
     age: Age,
-    /// Pages that it stands for.
+    /// Number of pages that it stands for.
     weight: u64,
 }
 
-/// Samples of picked pages.
 #[derive(Debug, Default)]
 pub(crate) struct Trust {
     waiting: VecDeque<Sample>,
-    /// Those of them that were restored, and when first.
+    /// Sampled pages; the time of the first restore, if there was one.
     back: HashMap<(u32, PageIdx), Option<Instant>>,
     by_agent: Picked,
     by_host: Picked,
-    /// Pages of the agent's since the last verdict: judged, and touched at once.
+    /// Samples of the agent's pages since the last verdict: all; those touched at once.
     judged: u32,
     lies: u32,
-    /// Times that it was ignored.
+    /// Number of verdicts against the guest.
     ignored: u32,
 }
 
 impl Trust {
-    /// These were picked now: a few of them are sampled.
+    /// These pages were picked: samples a few of them.
     pub fn picked(&mut self, by: By, runs: &[ColdRun], pages: &dyn Pages, now: Instant) {
         let all: u64 = runs.iter().map(|run| run.pages.count()).sum();
         let step = (all / OF_A_PICK).max(1);
@@ -85,18 +82,25 @@ impl Trust {
         if self.waiting.len() >= SAMPLES || self.back.contains_key(&place) {
             return;
         }
+        // A hit raises the level up to its maximum, and rounds spend the credit: another hit of a page at the maximum
+        // would leave no trace. The agent calls the page cold, so its earlier hits do not count.
+        let age = if by == By::Agent {
+            pages.set_age(place.0, place.1, 0);
+            0
+        } else {
+            age
+        };
         self.back.insert(place, None);
         self.waiting.push_back(Sample { place, by, at: now, age: Age::from_byte(age), weight });
     }
 
-    /// A page was restored.
     pub fn restored(&mut self, place: (u32, PageIdx), now: Instant) {
         if let Some(back) = self.back.get_mut(&place) {
             back.get_or_insert(now);
         }
     }
 
-    /// Judge what was picked long enough ago. Returns for how long the guest is to be ignored, if it is.
+    /// Judges samples that are old enough. Returns for how long the guest is to be ignored, after a verdict against it.
     pub fn judge(&mut self, pages: &dyn Pages, now: Instant) -> Option<Duration> {
         while let Some(sample) = self.waiting.pop_front_if(|sample| now.saturating_duration_since(sample.at) >= SOON) {
             let Sample { place, by, at, age: before, weight } = sample;
@@ -109,7 +113,7 @@ impl Trust {
             };
             let (is_wrong, is_lie) = match (interval, age) {
                 (Some(interval), _) => (interval < SOON, interval < AT_ONCE),
-                // A quarantine hit. Otherwise it is in memory, and no touch is known.
+                // A higher age means a quarantine hit. Otherwise the page is in memory, and no touch is known.
                 (None, Some(age)) if age.level > before.level || age.credit > before.credit => (true, true),
                 (None, Some(_)) => continue,
                 (None, None) => (false, false),
@@ -117,7 +121,7 @@ impl Trust {
             let picked = if by == By::Agent { &mut self.by_agent } else { &mut self.by_host };
             picked.judged += weight;
             picked.wrong += if is_wrong { weight } else { 0 };
-            // A verdict needs many samples, whatever they stand for.
+            // A verdict needs many samples, whatever their weights.
             if by == By::Agent {
                 self.judged += 1;
                 self.lies += u32::from(is_lie);
@@ -131,7 +135,7 @@ impl Trust {
         if !lies {
             return None;
         }
-        // Waiting samples were picked in the same way.
+        // Samples that wait were picked from those reports, too.
         (self.judged, self.lies) = (0, 0);
         self.waiting.retain(|sample| sample.by == By::Host);
         let waiting = &self.waiting;
@@ -141,7 +145,7 @@ impl Trust {
         Some(doubled.min(IGNORED_MOST))
     }
 
-    /// The samples of pages that the agent reported, and of those that the host picked.
+    /// The samples of pages that the agent reported, and of pages that the host picked.
     pub fn figures(&self) -> (Picked, Picked) {
         (self.by_agent, self.by_host)
     }
@@ -154,7 +158,7 @@ mod tests {
     use ballast_heat::touched;
     use std::cell::RefCell;
 
-    /// One region of pages in memory (with an age byte) or far.
+    /// One region; `None`: the page is far.
     struct Table(RefCell<Vec<Option<u8>>>);
 
     impl Pages for Table {
@@ -170,14 +174,17 @@ mod tests {
         fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
             self.0.borrow()[page.0 as usize]
         }
-        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+        fn set_age(&self, _: u32, page: PageIdx, age: u8) {
+            self.0.borrow_mut()[page.0 as usize] = Some(age);
+        }
     }
 
     fn run(first: u64, count: u64) -> Vec<ColdRun> {
         vec![ColdRun { region: 0, pages: PageRange::of(PageIdx(first), count) }]
     }
 
-    /// Rounds in which 16 pages are picked, of which that many are touched: in quarantine, or after this long.
+    /// Runs rounds in which 16 pages are picked, of which `touched_of_16` are touched: in quarantine, or after this
+    /// time.
     fn after(touched_of_16: u64, back_after: Option<Duration>) -> (Option<Duration>, Picked) {
         let (mut trust, start) = (Trust::default(), Instant::now());
         let mut verdict = None;
@@ -210,7 +217,23 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_which_nothing_is_known_counts_for_nobody_and_the_hosts_choices_are_no_ones_lies() {
+    fn touches_of_pages_with_the_highest_level_and_no_credit_left_are_seen() {
+        let mut trust = Trust::default();
+        let start = Instant::now();
+        let hit = |age: u8| Age { credit: 0, ..Age::from_byte(touched(age)) }.byte();
+        let table = Table(RefCell::new(vec![Some((0..4).fold(0, |age, _| hit(age))); 16]));
+        let verdict = (0..20).find_map(|round| {
+            let at = start + SOON * round;
+            trust.picked(By::Agent, &run(0, 16), &table, at);
+            let hits: Vec<_> = table.0.borrow().iter().map(|age| age.map(hit)).collect();
+            *table.0.borrow_mut() = hits;
+            trust.judge(&table, at + SOON)
+        });
+        assert_eq!(verdict, Some(IGNORED));
+    }
+
+    #[test]
+    fn a_page_with_an_unknown_outcome_does_not_count_and_the_hosts_picks_are_no_lies() {
         let (mut trust, start) = (Trust::default(), Instant::now());
         let table = Table(RefCell::new(vec![Some(0); 600]));
         trust.picked(By::Agent, &run(0, 16), &table, start);

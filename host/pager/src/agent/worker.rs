@@ -1,11 +1,11 @@
-//! The conversation with a guest's agent.
+//! The exchange of messages with a guest's agent.
 //!
-//! Before: the VM is served. After: while its VMM has a port and an agent replies there, reports become hints
-//! (`hints`), the agent is told which pages were restored, and the host does not track the VM.
+//! Before: the VM is served. After: while its VMM has a port and an agent replies there, its reports become hints
+//! (`hints`), the agent is told which pages were restored, and the host does not track the VM's accesses.
 //! Threads: one task per VM, which runs when there is input and once a second; without a port, ever more rarely.
 //! Promise: a guest costs no more time and memory than its bucket allows. Reports of an agent that is silent for
-//! [`SILENT`] are not used any more. When this engine or the agent ends, the other side starts a new session: no
-//! message counts beyond its session.
+//! [`SILENT`] are no longer used. When this engine or the agent ends, the other side starts a new session: messages of
+//! an old session are ignored.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,26 +31,20 @@ use crate::vm::guest::places::Places;
 use crate::vm::guest::told::{State, Told};
 use crate::vm::stats::Counter;
 
-/// Time without a valid message after which the agent counts as absent. Reports of the largest guests come this rarely.
+/// An agent without a valid message for this long counts as absent; a report of this age is no longer used, because
+/// reports of the largest guests come rarely.
 const SILENT: Duration = Duration::from_secs(10);
 const REPORT_OLD: Duration = Duration::from_secs(180);
-/// Time without a message after which a new session begins, for an agent that was restarted meanwhile.
-const AGAIN: Duration = Duration::from_secs(20);
-/// Time between hellos, by which an agent knows that its host is there: a port without a host looks no different.
-const HELLO_EVERY: Duration = Duration::from_secs(5);
-/// Pauses between two searches for a port, at first and at most.
-const POLL: Duration = Duration::from_secs(1);
+/// Time between hellos, which tell an agent that its host is there: it cannot see that from the port; and between
+/// requests to prove a piece: the guest may have had no page there.
+const EVERY: Duration = Duration::from_secs(5);
+/// Longest pause between two searches for a port; the first is [`TICK`].
 const POLL_MOST: Duration = Duration::from_secs(60);
-/// Time between requests to prove a piece: the guest may have no page there now.
-const PROVE: Duration = Duration::from_secs(5);
-/// Reports that follow the last sooner than this are not taken.
+/// A report that follows the last one sooner than this is dropped.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
-/// Longest time of one piece of work.
 const SLICE: Duration = Duration::from_millis(2);
-/// Read at once.
 const BUFFER: usize = 32 << 10;
 
-/// The worker of an agent.
 #[derive(Debug)]
 pub(crate) struct AgentWorker {
     vm: Arc<Vm>,
@@ -58,7 +52,7 @@ pub(crate) struct AgentWorker {
     link: Option<Link>,
     bucket: Bucket,
     places: Places,
-    /// How many times a view was added when it last looked for a port.
+    /// Generation of the views at the last search for a port.
     generation: u64,
     poll_at: Instant,
     pause: Duration,
@@ -67,7 +61,6 @@ pub(crate) struct AgentWorker {
 }
 
 impl AgentWorker {
-    /// A worker for this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         let now = Instant::now();
         let (told, bucket) = (vm.mail.agent.clone(), Bucket::new(now));
@@ -79,21 +72,21 @@ impl AgentWorker {
             places: Places::default(),
             generation: 0,
             poll_at: now,
-            pause: POLL,
+            pause: TICK,
             tick_at: now,
             failures: 0,
         }
     }
 
-    /// A piece of work; returns when the next is due.
+    /// Runs once; returns when the next run is due.
     pub fn run(&mut self, now: Instant) -> Next {
         if self.vm.is_stopping() {
             self.lose(State::Silent);
             return Next::Done;
         }
         if self.link.is_none() {
-            if std::mem::replace(&mut self.generation, self.vm.generation()) != self.vm.generation() {
-                (self.poll_at, self.pause) = (now, POLL);
+            if std::mem::replace(&mut self.generation, self.vm.memory.generation()) != self.vm.memory.generation() {
+                (self.poll_at, self.pause) = (now, TICK);
             }
             if !self.connect(now) {
                 if now >= self.poll_at {
@@ -113,19 +106,19 @@ impl AgentWorker {
                     self.failed("Talking to", &error);
                 }
                 self.lose(State::Silent);
-                self.poll_at = now + POLL;
+                self.poll_at = now + TICK;
                 return Next::At(self.poll_at);
             }
         };
         match is_open {
-            // It has sent more, which is read now or when there are tokens.
+            // There is more input, to be read now or when there are tokens.
             Some(true) => Next::Again,
             Some(false) => Next::At(self.bucket.opens().min(self.tick_at)),
             None => Next::At(self.tick_at),
         }
     }
 
-    /// Asks the clients for the port. This task is notified when one replies.
+    /// Asks the clients for the port. A reply notifies this task.
     fn ask(&mut self) {
         for view in self.vm.views() {
             if let Err(error) = view.peer().ask_agent_port() {
@@ -134,7 +127,7 @@ impl AgentWorker {
         }
     }
 
-    /// Has a client replied that there is a port? Then says hello.
+    /// Opens the port if a client has replied with one. Returns whether a session began.
     fn connect(&mut self, now: Instant) -> bool {
         for view in self.vm.views() {
             let channel = match view.peer().take_agent_port() {
@@ -176,14 +169,14 @@ impl AgentWorker {
             reported: None,
             parts: Parts::default(),
             prove_at: now,
-            hello_at: now + HELLO_EVERY,
+            hello_at: now + EVERY,
             balloon: BTreeMap::new(),
             services: Services::default(),
         });
         link.hello();
         // Another process may map the guest's memory at other addresses.
         self.places = Places::of(&self.vm.state);
-        (self.pause, self.tick_at) = (POLL, now);
+        (self.pause, self.tick_at) = (TICK, now);
         self.told.set_port(true);
         let mut shown = self.told.show();
         shown.state = State::Silent;
@@ -191,7 +184,6 @@ impl AgentWorker {
         true
     }
 
-    /// The conversation is over.
     fn lose(&mut self, state: State) {
         self.link = None;
         self.told.show().state = state;
@@ -206,20 +198,20 @@ impl AgentWorker {
 
     fn failed(&mut self, doing: &str, error: &io::Error) {
         self.failures += 1;
-        // At the 1st, 2nd, 4th, 8th ... time.
+        // Logged at the 1st, 2nd, 4th, 8th ... time.
         if self.failures.is_power_of_two() {
             tracing::warn!(vm = self.vm.state.name(), "{doing} the agent of its guest: {error}");
         }
     }
 
-    /// Reads messages of the guest, as far as there are tokens, and sends ours. Returns whether more can be read now;
-    /// `None` if there is no more.
+    /// Reads messages of the guest as far as there are tokens, and sends ours. Returns whether more input can be read
+    /// now; `None` if there is none.
     fn converse(&mut self, now: Instant) -> io::Result<Option<bool>> {
         let mut buffer = [0; BUFFER];
         let began = Instant::now();
         let mut has_more = None;
         while let Some(link) = &mut self.link {
-            // Frames of the last bytes first: a frame may be handled later than it was read.
+            // Frames that were read before come first.
             if !self.bucket.is_open(now) {
                 has_more = Some(false);
                 break;
@@ -254,7 +246,6 @@ impl AgentWorker {
         }
     }
 
-    /// A whole frame was read.
     fn heard(&mut self, next: NextFrame, now: Instant) {
         let Some(link) = &mut self.link else { return };
         self.bucket.charge(MESSAGE);
@@ -262,7 +253,6 @@ impl AgentWorker {
         shown.messages += 1;
         let frame = match next {
             NextFrame::Frame(frame) if frame.session == link.session => frame,
-            // A frame of an earlier session.
             NextFrame::Frame(_) => return,
             NextFrame::Unreadable(version, least) => {
                 shown.rejected_messages += 1;
@@ -276,10 +266,10 @@ impl AgentWorker {
         }
     }
 
-    /// Handles a message; `None` if it is not valid now.
+    /// Handles a message; `None` if it is invalid now.
     fn take(&mut self, frame: &Frame, now: Instant) -> Option<()> {
         let link = self.link.as_mut()?;
-        // A kind that is newer than this program is ignored.
+        // A kind of message that this program does not know is ignored.
         let Some(message) = ToHost::decode(frame).ok()? else { return Some(()) };
         match message {
             ToHost::Hello { agent, kernel } => {
@@ -301,7 +291,8 @@ impl AgentWorker {
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // Zeros go first, but are copied out as any page: if the agent was killed since, the guest uses them.
+            // Pages of the balloon go first, but are copied out as any page: the guest uses them if the agent was
+            // killed.
             ToHost::Taken { node, runs } => {
                 self.bucket.charge(runs.len() as u64 * 16);
                 if let Some(most) = link.balloon.get(&node).filter(|_| self.told.is_reporting())
@@ -310,8 +301,6 @@ impl AgentWorker {
                     self.vm.mail.reclaim.notify();
                 }
             }
-            // There was no request.
-            ToHost::Free { .. } => return None,
         }
         Some(())
     }
@@ -321,7 +310,7 @@ impl AgentWorker {
         if link.parts.number != number {
             link.parts = Parts { number, runs: Vec::new() };
         }
-        // They are checked again when the report is complete.
+        // Charged again here: the runs are checked when the report is complete.
         self.bucket.charge(runs.len() as u64 * 16);
         let room = MOST_RUNS - link.parts.runs.len();
         let fits = runs.len() <= room;
@@ -344,7 +333,6 @@ impl AgentWorker {
         fits.then_some(())
     }
 
-    /// Pages that have the nonce, according to the agent.
     fn proof(&mut self, runs: &[Run]) -> Option<()> {
         let nonce = self.link.as_ref()?.nonce;
         let mut all = Some(());
@@ -365,25 +353,24 @@ impl AgentWorker {
         all
     }
 
-    /// Once a second.
     fn tick(&mut self, now: Instant) {
         let mut places = Places::of(&self.vm.state);
         places.take_after(&self.places);
         self.places = places;
         self.judge(now);
-        // Those of a time without an agent are told to nobody.
+        // Pages restored while there was no agent are dropped.
         let back = self.told.take_restored();
         let Some(link) = &mut self.link else { return };
         let last = link.ticked.unwrap_or(link.since);
-        if now.saturating_duration_since(last) > AGAIN {
-            // The port may be open to an agent that knows nothing of this session.
+        if now.saturating_duration_since(last) > SILENT * 2 {
+            // The port may be open to a restarted agent, which does not know this session.
             self.lose(State::Silent);
             self.poll_at = now;
             return;
         }
         self.told.show().pieces = self.places.count();
         if now >= link.hello_at {
-            link.hello_at = now + HELLO_EVERY;
+            link.hello_at = now + EVERY;
             link.hello();
         }
         if link.ticked.is_none() {
@@ -391,7 +378,7 @@ impl AgentWorker {
         }
         let open = self.places.unproved();
         if !open.is_empty() && now >= link.prove_at {
-            link.prove_at = now + PROVE;
+            link.prove_at = now + EVERY;
             link.channel.send(&ToGuest::Prove { nonce: link.nonce, pieces: open }.frame(link.session));
         }
         for (node, pages) in self.told.balloon() {
@@ -417,7 +404,7 @@ impl AgentWorker {
         }
     }
 
-    /// Are its reports used now?
+    /// Decides whether its reports are used now.
     fn judge(&mut self, now: Instant) {
         let Some(link) = &self.link else { return };
         let is_within = |at: Option<Instant>, most| at.is_some_and(|at| now.saturating_duration_since(at) <= most);

@@ -1,15 +1,14 @@
-//! Messages of the peer of a view: replies to zaps, discards, its end.
+//! Messages of a view's peer: replies to zaps, discards, its end.
 //!
 //! Before: [`Vm::add_view`] has the servers (`run/servers.rs`) wait for the peer's input. After: the peer or the engine
-//! is gone.
-//! Threads: the worker that is on no CPU in particular takes messages; a task of the VM carries out discards. Units:
-//! ranges of the process's addresses.
-//! Promise: an invalid message is reported and costs the VM nothing: its faults are still served. A client can have a
-//! `recvmsg` take as long as it likes (it receives from the same socket into memory that nobody fills, or it sends a
-//! descriptor whose close waits). That keeps one thread, and no other VM's messages.
+//! has ended.
+//! Threads: a worker that is bound to no CPU reads messages; a task of the VM carries out discards. Units: ranges of
+//! the process's addresses.
+//! Promise: an invalid message is reported and costs the VM nothing: its faults are still served. A client can make a
+//! `recvmsg` take arbitrarily long (it receives from the same socket into memory that is never filled, or it sends a
+//! descriptor whose close waits). That blocks one thread, and no other VM's messages.
 
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -18,47 +17,38 @@ use crate::run::queue::Next;
 use crate::run::serve::{After, Serve};
 use crate::run::set::Notify;
 use crate::vm::Vm;
+use crate::vm::client_peer::{ClientPeer, Heard};
 use crate::vm::discards::{Asked, Rearm};
-use crate::vm::peer::{Heard, Peer};
 use crate::vm::settle::Small;
 use crate::vm::view::View;
 
-/// Pause before a discard is tried again that met a locked page.
+/// Pause before the retry of a discard that met a locked page.
 const LOCKED_PAUSE: Duration = Duration::from_millis(10);
 
-/// A peer that is listened to. While a message is taken it keeps no VM: a client can make that take for ever.
+/// A peer whose messages are read. It keeps no reference to its VM during a read, because a client can make that take
+/// arbitrarily long.
 pub(super) struct Listened {
     vm: Weak<Vm>,
     view: Weak<View>,
-    peer: Arc<dyn Peer>,
-    /// A discard of its is under way: its next message is not read before that is over.
+    peer: Arc<ClientPeer>,
+    /// A discard of its is under way: the next message is read after that.
     asked: Arc<AtomicBool>,
     notify: Notify,
     invalid: u64,
 }
 
-/// The socket or the process of a peer.
-pub(super) struct Input(pub Arc<dyn Peer>);
-
-impl AsFd for Input {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.input()
-    }
-}
-
 impl Listened {
-    /// The peer of this view; `notify` has it visited.
     pub fn new(vm: &Arc<Vm>, view: &Arc<View>, notify: Notify) -> Self {
         let (peer, asked) = (view.peer().clone(), Arc::default());
         Self { vm: Arc::downgrade(vm), view: Arc::downgrade(view), peer, asked, notify, invalid: 0 }
     }
 
-    /// The VM and its view, unless either is to be left alone.
+    /// The VM and its view; `None` if either has ended.
     fn known(&self) -> Option<(Arc<Vm>, Arc<View>)> {
         self.vm.upgrade().zip(self.view.upgrade()).filter(|(vm, view)| !vm.is_stopping() && !view.is_closed())
     }
 
-    /// Deals with what was heard. Returns when to take the next message.
+    /// Handles a message. Returns when to read the next one.
     fn heard(&mut self, heard: io::Result<Heard>, vm: &Vm, view: Arc<View>) -> Next {
         match heard {
             Ok(Heard::Nothing) => return Next::Idle,
@@ -70,7 +60,7 @@ impl Listened {
                 vm.mail.discards.push(Asked { view, seq, ranges, then });
             }
             Ok(Heard::Nonsense(what)) => {
-                // Reported at the 1st, 2nd, 4th, 8th ... time.
+                // Reported the 1st, 2nd, 4th, 8th ... time.
                 self.invalid += 1;
                 if self.invalid.is_power_of_two() {
                     vm.report("client-error", format!("The client in process {} sent nonsense: {what}", view.pid));
@@ -85,7 +75,6 @@ impl Listened {
         Next::Again
     }
 
-    /// Nothing more will come from it.
     fn gone(&self) -> Next {
         self.peer.disconnect();
         Next::Done
@@ -100,7 +89,7 @@ impl Serve for Listened {
             if self.asked.load(Ordering::Acquire) {
                 return after(Next::Idle);
             }
-            // The thread is not in the list of the VM's state file: it changes nothing of the VM.
+            // The VM's state file does not list the thread: it changes nothing of the VM here.
             let heard = self.peer.hear();
             let Some((vm, view)) = self.known() else { return After::next(Next::Done) };
             let next = self.heard(heard, &vm, view);
@@ -110,7 +99,7 @@ impl Serve for Listened {
         }
     }
 
-    /// A bug of ours costs one message, not those that follow.
+    /// A bug of ours costs one message, not the later ones.
     fn panicked(&mut self, _times: u32) -> bool {
         tracing::error!("Taking a message of a client panicked");
         true
@@ -118,13 +107,12 @@ impl Serve for Listened {
 
     fn end(&mut self) {}
 
-    /// The first message may be stuck, too, and the workers of CPUs are for faults.
+    /// Already the first read may block, and the workers that are bound to a CPU are for faults.
     fn roams(&self) -> bool {
         true
     }
 }
 
-/// Carries out the discards of a VM.
 pub(super) struct DiscardWorker {
     vm: Arc<Vm>,
     failed: u64,
@@ -133,16 +121,15 @@ pub(super) struct DiscardWorker {
 }
 
 impl DiscardWorker {
-    /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, failed: 0, unanswered: 0, small: Small::default() }
     }
 
-    /// Carries out one; returns when to look for another.
+    /// Carries out one discard; returns when to look for the next.
     pub fn run(&mut self, _now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_stopping() {
-            // Not answered: the client asks again, and the next engine carries it out.
+            // No reply: the client asks again, and the next engine carries the discard out.
             while vm.mail.discards.pop().is_some() {}
             return Next::Done;
         }
@@ -152,20 +139,20 @@ impl DiscardWorker {
             return Next::Again;
         }
         if discarded.as_ref().is_err_and(|error| error.kind() == ErrorKind::WouldBlock) {
-            // Orders that wait for it are carried out meanwhile.
+            // Orders that wait for this task are carried out before the retry.
             vm.mail.discards.put_back(Asked { view, seq, ranges, then });
             return Next::At(Instant::now() + LOCKED_PAUSE);
         }
         let unit = discarded.is_ok().then(|| self.small.discarded(&view, &ranges)).flatten();
         let error = discarded.err().map(|error| error.to_string());
         self.failed += u64::from(error.is_some());
-        // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on must not push other events out.
+        // Reported the 1st, 2nd, 4th, 8th ... time: repeated failures must not push other events out.
         if let Some(error) = &error
             && self.failed.is_power_of_two()
         {
             vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
         }
-        // A client that does not read its replies repeats its question and gets another reply.
+        // A client that misses a reply asks again, and gets another reply.
         if let Err(error) = view.peer().discarded(seq, error) {
             self.unanswered += 1;
             if self.unanswered.is_power_of_two() {
@@ -177,7 +164,7 @@ impl DiscardWorker {
             Ok(false) => {}
             Ok(true) => self.small.told(),
             Err(error) => {
-                tracing::debug!(vm = vm.state.name(), "Bringing back memory that is freed page by page: {error}");
+                tracing::debug!(vm = vm.state.name(), "Settling memory that is freed page by page: {error}");
             }
         }
         Next::Again

@@ -1,7 +1,8 @@
-//! Assemble: the workers of a VM, and who starts and ends them.
+//! Assemble: starts and ends the workers of a VM.
 //!
-//! Before: a VM is open (`vm`). After: its tasks run (`workers`), each process that maps its RAM is served (`views`),
-//! and its clients are listened to (`listened`). Threads: any may call. This room names all others, and none names it.
+//! Before: a VM is open (`vm`). After: its tasks run (`workers`), the faults of each process that maps its RAM are
+//! served (`views`), and messages of its clients are read (`listened`).
+//! Threads: any may call. This room names all others, and none names it.
 
 mod listened;
 mod views;

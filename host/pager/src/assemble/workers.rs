@@ -1,10 +1,11 @@
-//! The workers of a VM: its tasks and threads, started, restarted after a panic, notified, ended.
+//! The workers of a VM: starts, restarts after a panic, notifies, and ends its tasks.
 //!
-//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. While two engines serve a VM for a
-//! moment, each of them serves faults and does nothing else: the leaving one from [`Vm::serve_faults_only`] on, the
-//! following one until [`Vm::start`].
-//! Threads: any may call; [`Vm::stop`] waits for all workers but the calling one. Promise: a panic of a worker costs no
-//! byte: faults that it had read and not served are raised again, and a VM that no worker can serve is stopped.
+//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. During a hand-over two engines serve a
+//! VM, and only its faults and discards: the leaving engine from [`Vm::serve_faults_only`] on, the next one until
+//! [`Vm::start`].
+//! Threads: any may call; [`Vm::stop`] waits for all workers but the calling one.
+//! Promise: a worker's panic costs no byte: faults that it had read and not served are raised again, and a VM that no
+//! worker can serve is stopped.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +14,7 @@ use std::time::Instant;
 
 use ballast_sys::clock::cpu_time;
 
-use super::listened::{DiscardWorker, Input, Listened};
+use super::listened::{DiscardWorker, Listened};
 use crate::agent::worker::AgentWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
@@ -31,7 +32,7 @@ use crate::vm::running::{DISCARD, Serves};
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
-/// A task whose CPU time is the VM's, and which runs by its shares.
+/// A task that runs by its VM's shares, and whose CPU time counts as the VM's.
 struct VmTask<F> {
     vm: Arc<Vm>,
     run: F,
@@ -52,7 +53,7 @@ impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
 }
 
 impl Vm {
-    /// Starts the workers of the VM. Each view that is added later starts its own.
+    /// Starts the workers of the VM, also for views that are added later.
     ///
     /// # Errors
     /// The kernel gives no thread or descriptor.
@@ -67,8 +68,8 @@ impl Vm {
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {
-            // They were added while another engine served the VM as well. If it died, it has left faults that it had
-            // read: they are raised again.
+            // The view was added while another engine served the VM, too. If that engine died, faults that it had read
+            // are raised again.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
@@ -79,8 +80,7 @@ impl Vm {
         self.add_task("spill", Some(&mail.spill.notifier), SpillWorker::new, run)
     }
 
-    /// Starts the workers that serve the VM while another engine does so as well: for faults and for discards of
-    /// clients.
+    /// Starts only the workers that serve the VM while another engine does so, too: for faults and discards.
     ///
     /// # Errors
     /// The kernel gives no thread.
@@ -89,7 +89,7 @@ impl Vm {
         self.start_slow()
     }
 
-    /// Serves faults on pages of slow stores, unless that is done already.
+    /// Starts the slow workers, unless they were started before.
     fn start_slow(self: &Arc<Self>) -> io::Result<()> {
         if self.stores.slow().is_empty() || !self.life.begins_slow() {
             return Ok(());
@@ -100,7 +100,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Carries out discards of clients, unless that is done already. The clients wait for it.
+    /// Starts the discard worker, unless it was started before.
     fn start_discards(self: &Arc<Self>) -> io::Result<()> {
         if self.life.begins_discards() {
             self.add_task(DISCARD, Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
@@ -108,7 +108,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Has a task of the pool do the work of a worker, which is created again after a panic.
+    /// Adds a task that runs a worker, which is created again after a panic.
     fn add_task<W: Send + 'static>(
         self: &Arc<Self>,
         kind: &'static str,
@@ -131,7 +131,7 @@ impl Vm {
                 return next;
             }
             panics += 1;
-            // Dropping it may panic as well.
+            // Dropping the worker may panic as well.
             let _ = catch_unwind(AssertUnwindSafe(|| worker = None));
             let serves = if kind == "slow" { Serves::All } else { Serves::Nobody };
             if vm.panicked(kind, serves, panics) { Next::Again } else { Next::Done }
@@ -144,42 +144,41 @@ impl Vm {
         Ok(())
     }
 
-    /// Listens to the peer of a view, unless that is done already.
+    /// Reads messages of a view's peer, unless they are read already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
             return Ok(());
         }
         if let Some(user) = view.user().filter(|user| Stuck::of_process().is_full(*user)) {
-            let why = format!("processes of user {user} that are gone keep threads of ballastd, by messages to it");
+            let why = format!("ended processes of user {user} still block threads of ballastd with their messages");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         view.peer().on_answer().connect_to(&self.mail.reclaim);
         view.peer().take_zaps();
         let listened = |notify| -> Box<dyn Serve> { Box::new(Listened::new(self, view, notify)) };
-        let input = Arc::new(Input(view.peer().clone()));
-        self.life.add_client(view.clone(), Servers::of_process()?.add(self.group(), input, listened)?);
+        self.life.add_client(view.clone(), Servers::of_process()?.add(self.group(), view.peer().clone(), listened)?);
         Ok(())
     }
 
-    /// Ends the workers. Blocks until they are gone; pages stay where they are. Faults that were read here and not
-    /// served are raised again, for the engine that serves the VM now or next. They are served until no other work is
-    /// left, because that may be waiting for a disk or a cluster. Slow workers give up what they wait for.
+    /// Ends the workers, and waits until they have ended; pages stay where they are. Faults are served until no other
+    /// work is left, because that may wait for a disk or a cluster. Faults that were read here and not served are
+    /// raised again, for the engine that serves the VM now or next. Slow workers give up their reads.
     pub fn stop(&self) {
         self.serve_faults_only();
         self.life.end_faults();
-        // The fault servers end first: they hand faults to the slow workers. Each raises those that it has kept.
+        // The fault servers end first, because they pass faults to the slow workers. Each raises its pending faults
+        // again.
         self.life.wait_for_faults();
         let (pool, serving) = self.life.serving_pool();
         pool.join(serving);
         self.mail.slow.leave(self.stats()).iter().for_each(|view| self.raise_again(view));
     }
 
-    /// Ends all work for the VM but the serving of faults, permanently: another engine is to do the same beside this
-    /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store.
+    /// Permanently ends all work for the VM but the serving of faults: another engine is about to serve it, too.
+    /// Returns when no page is on its way to a store any more.
     pub fn serve_faults_only(&self) {
         self.life.stop_tasks();
         self.life.forget_clients(|_| true);
-        // No thread reads their replies from now on.
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);

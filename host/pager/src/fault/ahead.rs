@@ -1,9 +1,10 @@
-//! Ahead: brings the pages that a thread in order touches next, each as its own fault would have brought it.
+//! Ahead: brings in the pages that a thread with sequential faults touches next, each as its own fault would have.
 //!
-//! Before: readahead says how many, and where. After: far pages are restored, pages in quarantine are mapped, holes
-//! that mean zeros are filled; all are counted. Threads: fault workers. Units: base pages of a region.
-//! Promise: each page is moved under its lock, and copies come from near stores only. A page that another thread holds,
-//! or that is not available now, is left to its fault. No page comes in for which the VM has no credits.
+//! Before: readahead has decided how many pages, and from which range. After: far pages are restored, pages in
+//! quarantine are mapped, zero holes are filled; each is counted.
+//! Threads: fault workers. Units: base pages of a region.
+//! Promise: each page is moved under its lock, and copies come from near stores only. A page that another thread has
+//! locked, or that is not available now, is left to its fault. No page comes in without a credit of the fault throttle.
 
 use std::io;
 
@@ -17,11 +18,11 @@ use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::RegionView;
 
-/// Brings up to `ahead` of these pages that are not mapped; with `is_fresh` from the first one on, since memory that
-/// was never touched is touched so. Returns the page after the last one that came.
+/// Brings in up to `ahead` of these pages. With `is_fresh` they were never touched, and come from the first one on.
+/// Returns the page after the last one brought in.
 ///
 /// # Errors
-/// The kernel refused in a way it never should.
+/// The kernel failed in a way that it should not.
 pub(crate) fn bring_ahead(
     vm: &Vm,
     region: &Region,

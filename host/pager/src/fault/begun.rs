@@ -1,11 +1,11 @@
-//! Begun: faults whose pages are on their way from a store on a disk or a network.
+//! Begun: faults whose pages a store is reading from a disk or a network.
 //!
 //! Before: a fault worker had the store send the request, without waiting. After: the reply came, and the page is
 //! mapped; or it did not come within [`SOON`], and a slow worker waits for it.
-//! Threads: the fault worker that serves the view; its server is visited when the reply comes. It never waits.
-//! Promise: no reply makes the worker wait, and a fault that a reply does not serve goes to the slow workers.
+//! Threads: the fault worker of the userfaultfd, which is visited when the reply comes.
+//! Promise: the fault worker never waits for a reply; a fault that the reply does not serve goes to the slow workers.
 //!
-//! To hand the fault to another thread costs two wake-ups, on other CPUs, which take as long as a reply does.
+//! Passing the fault to another thread takes two wake-ups, on other CPUs: as long as a reply does.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -25,18 +25,18 @@ use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
-/// How long a fault worker keeps such a fault. A slower store gains nothing by it, and has slow workers wait side by
-/// side.
+/// Time for which a fault worker keeps a fault whose read was begun. A slower store gains nothing by it: slow workers
+/// wait in parallel.
 const SOON: Duration = Duration::from_millis(2);
 
-/// If all of these faults wait for replies, when the first of them goes to a slow worker.
+/// If all pending faults wait for replies, the time at which the first of them goes to a slow worker.
 pub(crate) fn due(pending: &VecDeque<PendingFault>) -> Option<Instant> {
     let due = |pending: &PendingFault| pending.begun.map(|begun| begun + SOON);
     pending.iter().map(due).collect::<Option<Vec<_>>>()?.into_iter().min()
 }
 
-/// Serves a fault whose page was asked for, if the page is there. Returns false if it must be tried again. Otherwise
-/// it is served, or a slow worker has it.
+/// Serves a fault whose read was begun, if its page has arrived. Returns false if the fault must be retried; otherwise
+/// it was served, or a slow worker has it.
 pub(crate) fn ends(
     vm: &Vm,
     view: &Arc<View>,
@@ -47,7 +47,7 @@ pub(crate) fn ends(
 ) -> bool {
     let Target { region, page, .. } = target;
     if region.word(*page).state() != State::Far || !region.is_slow(*page) {
-        // Another thread has brought it back.
+        // Another thread has restored it.
         pending.begun = None;
         return false;
     }
@@ -57,12 +57,12 @@ pub(crate) fn ends(
         watch(fd);
     };
     let stores = vm.stores.reads(IoContext::GUEST.ended_by(Ends::AtOnce(&watch)));
-    if let Some((served, interval)) = resolve(vm, target, pending, &stores, times) {
+    if let Some(served) = resolve(vm, target, pending, &stores, times) {
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             vm.stats().add(Counter::FaultFile, 1);
         }
         if served == Served::Restored {
-            slow::restored_one(vm, view, region, *page, interval);
+            slow::restored_one(vm, view, region, *page);
         }
         return true;
     }

@@ -1,12 +1,12 @@
-//! Follow: which CPU the guest threads of a userfaultfd fault on, so that the worker of that CPU serves it.
+//! Follow: the CPU on which the guest threads of a userfaultfd fault, so that the worker of that CPU serves it.
 //!
-//! Before: faults were read. After: the userfaultfd is served where the waiting thread ran. So waking the worker and
-//! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that moment.
-//! Threads: the worker that serves the userfaultfd. Units: CPU numbers as the kernel counts them.
-//! Promise: it is a hint only. Where the kernel does not tell, the userfaultfd stays where it is.
+//! Before: faults were read. After: the userfaultfd is served where the waiting thread ran. Waking the worker and
+//! resuming the guest then need no IPI: a faulting thread leaves its CPU idle at that moment.
+//! Threads: the worker that serves the userfaultfd. Units: CPU numbers of the kernel.
+//! Promise: it is only a hint. If the kernel does not tell the CPU, the userfaultfd stays where it is.
 //!
-//! The userfaultfd moves when two samples agree, so a VM whose threads fault on many CPUs does not move all the time:
-//! it stays, or goes to a worker that has nothing else to do.
+//! The userfaultfd moves when two samples agree. If a VM's threads fault on many CPUs, it stays, or goes to an idle
+//! worker.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,37 +14,33 @@ use std::time::{Duration, Instant};
 
 use crate::run::serve::Placement;
 
-/// Time between samples of the CPU of a faulting thread, at first and when nothing changes. A sample costs some 5 us.
+/// Time between samples of a faulting thread's CPU, while they differ and while they agree. A sample costs some 5 us.
 const SAMPLE_EVERY: Duration = Duration::from_millis(1);
 const SAMPLE_RARELY: Duration = Duration::from_millis(64);
 
-/// Decides where to serve a userfaultfd.
 #[derive(Debug)]
 pub struct Follow {
     pid: u32,
-    /// The result of the last sample.
     seen: Option<Ran>,
     next_sample: Instant,
     interval: Duration,
-    /// The thread sampled last, and its `stat`.
     thread: Option<(u32, File)>,
 }
 
-/// Where a thread ran last.
+/// The CPU where a thread ran last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ran {
     On(usize),
-    /// It is a real-time thread: a worker beside it might never run.
+    /// A real-time thread: on its CPU, a worker might never run.
     RealTime,
 }
 
 impl Follow {
-    /// For faults of process `pid`.
     pub fn new(pid: u32) -> Self {
         Self { pid, seen: None, next_sample: Instant::now(), interval: SAMPLE_EVERY, thread: None }
     }
 
-    /// `thread` of the process waits for its fault now. Returns where to serve the userfaultfd.
+    /// A fault of this thread was read. Returns where to serve the userfaultfd.
     pub fn faulted(&mut self, thread: u32, now: Instant) -> Placement {
         if now < self.next_sample {
             return Placement::Stay;
@@ -62,7 +58,6 @@ impl Follow {
         }
     }
 
-    /// Where a thread ran last; `None` if the kernel does not say.
     fn ran(&mut self, thread: u32) -> Option<Ran> {
         if self.thread.as_ref().is_none_or(|(known, _)| *known != thread) {
             let path = format!("/proc/{}/task/{thread}/stat", self.pid);
@@ -75,12 +70,12 @@ impl Follow {
     }
 }
 
-/// Returns the field `processor` of a `stat` file, the 39th, unless the 41st, `policy`, is a real-time one. The second
-/// field may contain anything, up to the last closing parenthesis.
+/// The CPU from `processor`, field 39 of a `stat` file, unless `policy`, field 41, is a real-time one. Field 2 may
+/// contain anything, up to the last closing parenthesis.
 fn processor(stat: &str) -> Option<Ran> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(36);
     let cpu = fields.next()?.parse().ok()?;
-    // FIFO, round robin, deadline.
+    // SCHED_FIFO, SCHED_RR, SCHED_DEADLINE.
     Some(if matches!(fields.nth(1)?, "1" | "2" | "6") { Ran::RealTime } else { Ran::On(cpu) })
 }
 
@@ -91,7 +86,7 @@ mod tests {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
     #[test]
-    fn the_processor_is_the_39th_field_whatever_the_name() {
+    fn the_processor_is_field_39_whatever_the_name_of_the_thread() {
         let fields = |name: &str| {
             let rest: Vec<String> = (4..=52).map(|number| number.to_string()).collect();
             format!("17 ({name}) S {}\n", rest.join(" ")).replace(" 41 ", " 0 ")
@@ -103,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_userfaultfd_goes_where_two_samples_agree_and_stays_or_goes_to_an_idle_worker_when_they_do_not() {
+    fn a_userfaultfd_moves_where_two_samples_agree_or_to_an_idle_worker() {
         let allowed = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).take(2).collect();
         let [first, second] = cpus[..] else { return skip("native", "two CPUs") };

@@ -1,14 +1,13 @@
-//! Forgotten faults: a thread that waits although no worker has its fault is woken, and operators are told.
+//! Forgotten faults: wakes a thread that waits although no worker has its fault, and tells operators.
 //!
 //! Before: a fault worker read faults. After: each waiting thread has its fault with a worker, or faults again.
 //! Threads: the worker that serves the userfaultfd. Units: faults.
-//! Promise: if a fault is lost (another program reads the userfaultfd, a wake came too soon), its thread waits for
-//! about [`EVERY`], as long as fewer faults wait for a disk, or for [`RARELY`] if there was no fault for as long. All
-//! userfaultfds of one CPU are checked at the same moments, so that one more VM costs no wake-up.
+//! Promise: if a fault is lost (another program reads the userfaultfd, a wake came too early), its thread waits for
+//! about [`EVERY`] while there are faults, otherwise for [`RARELY`]; longer only while other faults wait for a disk.
+//! All userfaultfds of a CPU are checked at the same times, so one more VM costs no wake-up.
 //!
-//! No cause of lost faults is known. The kernel returns in some microseconds how many faults were read and not
-//! resolved, and nothing else would report such a thread. A wake is always safe: a thread whose page is still missing
-//! faults again.
+//! No cause of lost faults is known, and nothing else would report one. The kernel returns the number of faults read
+//! and not resolved within microseconds. A wake is always safe: a thread whose page is still missing faults again.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -18,13 +17,12 @@ use ballast_sys::Uffd;
 use crate::vm::Vm;
 use crate::vm::view::View;
 
-/// Time between checks while there are faults, and when there is none.
+/// Time between checks while there are faults, and while there are none.
 const EVERY: Duration = Duration::from_secs(1);
 const RARELY: Duration = Duration::from_secs(8);
-/// Least time between two reports.
-const REPORT_EVERY: Duration = Duration::from_secs(60);
+/// Least time between two reports of the server of a userfaultfd.
+pub(super) const REPORT_EVERY: Duration = Duration::from_secs(60);
 
-/// What is remembered between checks.
 #[derive(Debug)]
 pub(crate) struct Forgotten {
     next: Instant,
@@ -32,7 +30,7 @@ pub(crate) struct Forgotten {
     reported: Option<Instant>,
 }
 
-/// The first whole second after `then`, the same for all.
+/// The first whole second after `then`, counted from a common start.
 fn whole(then: Instant) -> Instant {
     static FIRST: OnceLock<Instant> = OnceLock::new();
     let first = *FIRST.get_or_init(|| then);
@@ -41,12 +39,12 @@ fn whole(then: Instant) -> Instant {
 }
 
 impl Forgotten {
-    /// The first check is later: the workers have yet to raise the faults again that an earlier engine had read.
+    /// The first check comes after a period: faults that an earlier engine had read are raised again before it.
     pub fn new(now: Instant) -> Self {
         Self { next: whole(now + EVERY), interval: EVERY, reported: None }
     }
 
-    /// There was a fault, or the kernel reported one.
+    /// A fault was read, or the kernel reported one.
     pub fn seen(&mut self, now: Instant) {
         if self.interval > EVERY {
             self.interval = EVERY;
@@ -54,25 +52,25 @@ impl Forgotten {
         }
     }
 
-    /// When the next check is due.
     pub fn due(&self) -> Instant {
         self.next
     }
 
-    /// Check, if it is time. The caller has `in_hand` faults of this userfaultfd, and reads no other one meanwhile.
+    /// Checks, if a check is due. The caller has read `in_hand` faults of this userfaultfd that are not resolved, and
+    /// reads no others until this returns.
     pub fn check(&mut self, vm: &Vm, view: &View, uffd: &Uffd, in_hand: usize, now: Instant) {
         if now < self.next {
             return;
         }
         self.next = whole(now + self.interval);
         self.interval = (self.interval * 2).min(RARELY);
-        // A VM that was told to stop has a fault that cannot be resolved; that was reported. Faults that another engine
-        // has in hand are not known here.
+        // A VM that was told to stop has a fault that cannot be resolved, which was reported. While another engine
+        // serves the VM, too, its faults are not known here.
         if vm.halted().is_some() || vm.state.leaving().is_some() {
             return;
         }
-        // The number is read first. A fault that waits for a disk counts until its thread is woken, so the number is
-        // one too high at most.
+        // The kernel's number is read first. A fault that waits for a disk counts until its thread is woken, so that
+        // number is too high by one at most.
         let waiting = match uffd.unanswered() {
             Ok(waiting) => waiting as usize,
             Err(error) => return tracing::debug!(pid = view.pid, "Looking for forgotten faults: {error}"),

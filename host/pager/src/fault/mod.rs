@@ -1,9 +1,9 @@
-//! Faults: how they are served, and which decisions are made on the way.
+//! Faults: their service, and the decisions on the way.
 //!
-//! Before: the guest touched a page that is not mapped. After: it runs on. `server` reads and resolves faults, within
-//! the fault throttle (`throttle`), and brings the next pages of a thread in order (`readahead`, `ahead`).
-//! Threads: a fault worker for each CPU (`run/servers.rs`). Promise: every fault that was read is served, or raised
-//! again by a wake.
+//! Before: the guest touched a page that is not mapped. After: it continues. `server` reads and resolves faults, within
+//! the fault throttle (`throttle`), and brings in the next pages of sequential faults (`readahead`, `ahead`).
+//! Threads: a fault worker for each CPU (`run/servers.rs`).
+//! Promise: each fault that was read is served, or raised again by a wake.
 
 pub(crate) mod ahead;
 pub(crate) mod begun;

@@ -1,14 +1,14 @@
 //! The server of a userfaultfd: reads its faults and serves them.
 //!
 //! Before: [`crate::vm::Vm::add_view`] gives it to the fault workers (`run/servers.rs`), one for each CPU. After: it
-//! ends when the view's process or the engine does.
-//! Threads: the worker that visits it, one at a time; a page's faults always come through the same userfaultfd
-//! (`shard`). It never waits: if another thread has locked the page, its store is busy, or the fault throttle holds it
-//! back, the server puts the fault aside and tries it again on a later visit. A fault on a page whose bytes are on a
-//! disk or a network is begun here, and goes to the slow workers if its bytes do not come soon (`begun`). A fault of
-//! a thread that touches memory in order waits for up to 16 pages of readahead, which are brought first.
-//! Promise: every fault that was read is served or, if this engine dies first, raised again by its successor's wake.
-//! The thread is in the list of the VM's state file while it is here.
+//! ends with the view's process or the engine.
+//! Threads: the worker that visits it, one at a time; a page's faults always come through one userfaultfd (`shard`). It
+//! never waits: if another thread has locked the page, its store is busy, or the fault throttle delays it, the server
+//! keeps the fault and retries it in a later visit. If the page is on a disk or a network, the server begins the read,
+//! and passes the fault to the slow workers if the page does not arrive soon (`begun`). A sequential fault is served
+//! after up to 16 pages of readahead.
+//! Promise: each fault that was read is served or, if this engine dies first, raised again by the next engine's wake.
+//! During a visit, the VM's state file lists the thread.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
 use super::ahead::bring_ahead;
 use super::begun;
 use super::follow::Follow;
-use super::forgotten::Forgotten;
+use super::forgotten::{Forgotten, REPORT_EVERY};
 use crate::run::queue::Next;
 use crate::run::serve::{After, Placement, Serve};
 use crate::run::set::Notify;
@@ -42,27 +42,25 @@ use crate::vm::view::View;
 use ballast_page::outcome::Served;
 use ballast_page::page_state::State;
 
-/// Time for which faults that wait for a page lock are tried again at once: a lock is held for some 20 to 40 us. After
-/// that there is a pause of [`RETRY`] between tries: a busy store takes longer.
+/// Time for which faults that wait for a page lock are retried at once: a lock is held for some 20 to 40 us. After
+/// that, retries are [`RETRY`] apart: a busy store takes longer.
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
-/// A fault that has waited for this long is reported, and another one a minute later. Either there is no memory for its
-/// page (a pool of huge pages or a file system of limited size is used up), or a store does not return.
+/// A fault that has waited for this long is reported, and the next one [`REPORT_EVERY`] later. Its page gets no memory
+/// (a pool of huge pages or a file system of limited size is used up), or a store does not return.
 const LONG: Duration = Duration::from_secs(5);
-const REPORT_EVERY: Duration = Duration::from_secs(60);
 
 thread_local! {
-    /// Readahead decompresses to this buffer; each worker has one.
+    /// Each worker's buffer for pages of readahead.
     static BUFFER: RefCell<Box<[PageBytes; readahead::MOST as usize]>> = RefCell::new(Box::new([[0; PAGE_SIZE]; _]));
 }
 
-/// One of the userfaultfds of a view.
 pub(crate) struct Shard(pub Arc<View>, pub usize);
 
 impl Shard {
     fn uffd(&self) -> &Uffd {
-        self.0.shards().get(self.1)
+        &self.0.uffds()[self.1]
     }
 }
 
@@ -72,32 +70,29 @@ impl AsFd for Shard {
     }
 }
 
-/// Serves one userfaultfd; see the head of this file.
 pub(crate) struct FaultServer {
     vm: Arc<Vm>,
     view: Arc<View>,
     shard: Arc<Shard>,
-    /// The fault to try next comes first.
+    /// The first one is tried next.
     pending: VecDeque<PendingFault>,
     read: Vec<Fault>,
     sampler: Sampler,
     readahead: Readahead,
     follow: Follow,
     forgotten: Forgotten,
-    /// Time of the last report of a long wait.
     reported: Option<Instant>,
-    /// Notified of credits, with the least number that the faults in hand need.
+    /// Notified when there are `short_of` credits, the least number that a pending fault needs.
     waiter: Arc<Waiter>,
     notify: Notify,
     short_of: u64,
-    /// Number of tries that failed since the last success.
+    /// Tries that failed since the last success.
     failed: usize,
 }
 
-/// The result of trying the pending faults.
 struct Round {
     served: bool,
-    /// Every pending fault was tried since one was last served.
+    /// Each pending fault was tried since the last success.
     is_whole: bool,
 }
 
@@ -130,7 +125,6 @@ impl Serve for FaultServer {
 }
 
 impl FaultServer {
-    /// The server of this userfaultfd.
     pub fn new(vm: Arc<Vm>, shard: Arc<Shard>, notify: Notify) -> Self {
         let view = shard.0.clone();
         let own = notify.clone();
@@ -153,7 +147,6 @@ impl FaultServer {
         }
     }
 
-    /// Reads the new faults, and serves the pending ones.
     fn visit(&mut self, now: Instant, until: Instant) -> After {
         let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
         let _listed = vm.state.list_thread();
@@ -162,7 +155,7 @@ impl FaultServer {
         }
         self.waiter.ends();
         if let Err(error) = shard.uffd().read_faults(&mut self.read) {
-            // The address space is gone, and so are its threads.
+            // The address space has ended, and its threads with it.
             tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
             return After::next(Next::Done);
         }
@@ -193,7 +186,7 @@ impl FaultServer {
         if is_full {
             after = After::next(Next::Again);
         }
-        // Readahead comes last: no fault waits for these pages.
+        // The check comes last: no fault waits for it.
         if now >= self.forgotten.due() {
             self.forgotten.check(&vm, &view, shard.uffd(), self.pending.len(), now);
             if self.pending.is_empty() && !is_full {
@@ -204,7 +197,7 @@ impl FaultServer {
         After { placement, shares: vm.shares(), ..after }
     }
 
-    /// Returns when the next visit is due after a round that began at `now`.
+    /// The next visit after a round that began at `now`.
     fn after(&self, round: &Round, now: Instant) -> After {
         if self.pending.is_empty() {
             return After::next(Next::At(self.forgotten.due()));
@@ -227,8 +220,8 @@ impl FaultServer {
         After { is_eager: true, ..After::next(Next::Again) }
     }
 
-    /// Every fault in hand waits for credits. Asks to be notified of them, unless there are enough by now. Returns when
-    /// the next visit is due.
+    /// Each pending fault waits for credits: has this server notified of them, unless there are enough. Returns the
+    /// next visit.
     fn wait_for_credits(&self, now: Instant) -> Next {
         let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
         match self.vm.mail.throttle.begin_wait(&self.waiter, self.short_of) {
@@ -262,7 +255,7 @@ impl FaultServer {
         self.vm.report("fault-waits", text);
     }
 
-    /// Tries every pending fault once, or as many as there is time for; keeps those that must still wait.
+    /// Tries each pending fault once, as far as there is time; keeps those that must still wait.
     fn serve_round(&mut self, until: Instant) -> Round {
         let (mut served, count) = (false, self.pending.len());
         for tried in 1..=count {
@@ -277,11 +270,11 @@ impl FaultServer {
                 break;
             }
         }
-        // If there are more than there is time for in one visit, each was tried in some visit.
+        // If one visit is too short for all of them, each was tried in some visit.
         Round { served, is_whole: self.failed >= self.pending.len() }
     }
 
-    /// Serves one fault. Returns false if it must be tried again.
+    /// Serves one fault. Returns false if it must be retried.
     fn serve_one(&mut self, pending: &mut PendingFault) -> bool {
         let vm = &*self.vm.clone();
         let view = self.view.clone();
@@ -296,7 +289,7 @@ impl FaultServer {
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
             match touched(vm, &view, &target, unit, pending) {
-                // The kernel may be copying the unit into a huge page; no other fault may wait for that.
+                // The kernel may be copying the unit into a huge page, for which no other fault may wait.
                 Touch::Aside => return settle(vm, &target, pending, Served::Later.into()).is_some(),
                 Touch::Mapped => return settle(vm, &target, pending, Served::Mapped.into()).is_some(),
                 Touch::Serve { tracked, around } => touch = Some((tracked, around)),
@@ -315,7 +308,7 @@ impl FaultServer {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
         }
-        // Only near stores are asked here. A page that leaves them at this moment is tried again, and then it is in a
+        // Fault workers read from near stores only. If the page leaves them at this moment, the retry finds it in a
         // slow store.
         if !vm.stores.slow().is_empty() && region.is_slow(page) {
             let word = region.word(page);
@@ -337,7 +330,7 @@ impl FaultServer {
             self.read_ahead(region, page, pending.fault.kind);
         }
         let times = self.sampler.start();
-        let Some((served, _)) = resolve(vm, &target, pending, &vm.stores.reads_near(), &times) else {
+        let Some(served) = resolve(vm, &target, pending, &vm.stores.reads_near(), &times) else {
             return false;
         };
         if let Some((tracked, around)) = touch {
@@ -347,10 +340,10 @@ impl FaultServer {
         true
     }
 
-    /// If the thread touches one page after the other, brings some that it touches next, before the page it waits for.
+    /// If the thread touches pages in order, brings in the next ones, before the page that it waits for.
     fn read_ahead(&mut self, region: &Region, page: PageIdx, kind: FaultKind) {
         let vm = &*self.vm;
-        // A missing page of this state has no bytes: it was never touched, or was discarded.
+        // A missing page that is Resident was never touched, or was discarded.
         let is_fresh = kind == FaultKind::Missing && region.word(page).state() == State::Resident;
         let is_out = |page| region.is_out_and_free(PageIdx(page));
         if !is_fresh && !is_out(page.0) {
@@ -360,15 +353,15 @@ impl FaultServer {
         if ahead == 0 {
             return;
         }
-        // A thread that moves pages for which no fault waits holds this lock, so that these addresses stay this
-        // region's. If the layout is about to change, readahead can wait.
-        let Some(_layout) = vm.try_layout() else { return };
+        // The layout is held by each thread that moves pages for which no fault waits, so these addresses stay this
+        // region's. If the layout is about to change, readahead is skipped.
+        let Some(_layout) = vm.memory.try_layout() else { return };
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return };
         let run = BUFFER
             .with_borrow_mut(|buffer| bring_ahead(vm, region, &memory, (pages, ahead), is_fresh, &mut buffer[..]));
         match run {
             Ok(end) => self.readahead.came(end.0),
-            // The fault meets the same error and reports it.
+            // The fault itself meets this error and reports it.
             Err(error) => {
                 tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}")
             }

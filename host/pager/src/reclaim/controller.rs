@@ -18,10 +18,12 @@
 //! | direct | it is above its limit, or a fault waits for credits | the next pages | 0.3 s, less under pressure |
 //! | forced | direct, and nearly all pages are touched even if T is none | the next, locked while copied | none |
 //!
-//! *Pressure* is a fault that waits for credits, or a round in which the guest had touched nearly all pages of which T
-//! was over. While faults wait, T is halved once in T/8, since a change shows only later. It grows by 1/16 in each
-//! round within the limit, and is doubled after each second above it without pressure. In the background nothing is
-//! urgent: there the number of pages in quarantine is halved if nearly all were touched, and doubled if not.
+//! *Pressure* is a fault that waits for credits, memory above the ceiling that still grows (a VM that is loaded touches
+//! its memory for the first time, which no fault tells and nothing slows), or a round in which the guest had touched
+//! nearly all pages of which T was over. Under the first two T is halved once in T/8, since a change shows only later.
+//! It grows by 1/16 in each round within the limit, and is doubled after each second above it without pressure. In the
+//! background nothing is urgent: there the number of pages in quarantine is halved if nearly all were touched, and
+//! doubled if not.
 //!
 //! # The table
 //!
@@ -142,6 +144,8 @@ pub(super) struct Controller {
     rated_at: Option<Instant>,
     /// Since when the VM has been above its limit but for moments, and when it was last.
     above: Option<(Instant, Instant)>,
+    /// What the VM held in the round before, in pages.
+    held: u64,
 }
 
 /// Returns the distance between the limit and low, and between the limit and the ceiling, in pages.
@@ -163,6 +167,7 @@ impl Controller {
             rate: 0.0,
             rated_at: None,
             above: None,
+            held: u64::MAX,
         }
     }
 
@@ -172,12 +177,14 @@ impl Controller {
         let margin = margin(seen.limit);
         let low = limit.saturating_sub(margin);
         let is_above = seen.resident > seen.limit || seen.faults_wait;
+        let before = std::mem::replace(&mut self.held, resident);
+        let grows = resident > limit + margin && resident > before;
         let mode = if resident <= low {
             Mode::Rest
         } else if !is_above {
             Mode::Background
         } else {
-            self.above(seen);
+            self.above(seen, seen.faults_wait || grows);
             if self.is_forced { Mode::Forced } else { Mode::Direct }
         };
         if !mode.is_urgent() {
@@ -246,8 +253,8 @@ impl Controller {
         if may_go { Duration::ZERO } else { UNSEEN }
     }
 
-    /// The VM is above its limit, or a fault waits.
-    fn above(&mut self, seen: &Seen) {
+    /// The VM is above its limit, or a fault waits. `is_pressed`: T is too long.
+    fn above(&mut self, seen: &Seen, is_pressed: bool) {
         let now = seen.now;
         let since = self.above.filter(|(_, last)| now.saturating_duration_since(*last) < UNSEEN);
         self.above = Some((since.map_or(now, |(since, _)| since), now));
@@ -257,9 +264,9 @@ impl Controller {
             (self.wait_us, self.changed_at, self.is_forced) = (self.longest_us(), None, false);
         }
         let after = |time| self.changed_at.is_none_or(|at| now.saturating_duration_since(at) >= time);
-        if seen.faults_wait && after(self.wait() / PART as u32) {
+        if is_pressed && after(self.wait() / PART as u32) {
             self.halve(now);
-        } else if !seen.faults_wait && !self.is_forced && self.wait_us < self.longest_us() && after(LOOK) {
+        } else if !is_pressed && !self.is_forced && self.wait_us < self.longest_us() && after(LOOK) {
             // One moment of pressure must not end all looks for ever.
             (self.wait_us, self.changed_at) = ((self.wait_us * 2).clamp(1, self.longest_us()), Some(now));
         }
@@ -347,6 +354,14 @@ mod tests {
         assert_eq!(t(SLICE, 257, false), Some(DIRECT), "it was within its limit");
         (0..1000).for_each(|_| _ = t(SLICE, 257, true));
         assert_eq!(t(UNSEEN, 257, false), Some(DIRECT), "that was long ago");
+    }
+
+    #[test]
+    fn t_is_halved_while_memory_above_the_ceiling_grows_without_faults() {
+        let mut vm = Vm::new();
+        let mut t = |mib| vm.round(DIRECT, mib, false).direct;
+        assert_eq!([257, 300].map(&mut t), [Some(DIRECT), Some(DIRECT / 2)]);
+        assert_eq!([310, 310, 305].map(t), [DIRECT / 4; 3].map(Some), "it does not grow any more");
     }
 
     #[test]

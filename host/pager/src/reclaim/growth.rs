@@ -1,10 +1,11 @@
-//! Growth: finds VMs at rest that hold more, or less, than their reclaim workers saw.
+//! Growth: notices that a VM at rest holds more, or less, than its reclaim worker saw.
 //!
-//! Before: a reclaim worker found nothing to do, and runs rarely from then on. After: it is notified when the VM's
-//! resident memory has changed. A restore notifies by itself. Memory that was never touched comes in without a fault,
-//! so a task must check for it.
-//! Threads: one task of the pool for all VMs. To run the worker of each VM for the same look cost ten times as much.
-//! Units: bytes. Promise: growth is found within about [`EVERY`], plus the time for which the pool is late.
+//! Before: a reclaim worker found nothing to do, and runs rarely. After: it is notified when the VM's resident memory
+//! has changed. A restore notifies by itself, but unregistered memory that was never touched comes in without a fault
+//! that the engine sees, so a task must check for it.
+//! Threads: one task of the pool for all VMs. Running each VM's worker for this check cost ten times as much. Units:
+//! bytes.
+//! Promise: growth is noticed within about [`EVERY`], plus the delay of the pool.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -17,13 +18,13 @@ use crate::vm::Vm;
 /// Time between two checks of all VMs at rest.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// The VMs that are checked, and the task that checks them.
+/// The VMs to check, and the task that checks them.
 static WATCHED: Mutex<(Vec<Weak<Vm>>, Option<Handle>)> = Mutex::new((Vec::new(), None));
 
-/// From now on the task checks this VM, until the VM is dropped.
+/// Has the task check this VM until the VM is dropped.
 ///
 /// # Errors
-/// The pool needs a thread for the task, and the kernel cannot start one.
+/// The kernel cannot start a thread for the task.
 pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     let mut watched = WATCHED.lock().expect("no panic while held");
     let (vms, task) = &mut *watched;
@@ -38,7 +39,7 @@ pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     Ok(())
 }
 
-/// Checks whether a VM at rest has grown; returns when to check again.
+/// Checks whether VMs at rest have grown; returns when to check again.
 fn check(now: Instant) -> Next {
     let vms = {
         let (vms, _) = &mut *WATCHED.lock().expect("no panic while held");
@@ -47,7 +48,7 @@ fn check(now: Instant) -> Next {
     };
     for vm in vms.iter().filter_map(Weak::upgrade).filter(|vm| !vm.is_stopping()) {
         let rested = vm.mail.rested_at();
-        // If the resident memory cannot be read, the worker reports it.
+        // If it cannot be read, the worker reports that.
         if rested.is_some_and(|held| vm.resident_at_once().is_ok_and(|now| now.bytes().0 != held)) {
             vm.mail.wake_from_rest();
         }

@@ -1,10 +1,10 @@
-//! Reclaim decides which pages are evicted, and when.
+//! Reclaim: decides which pages are evicted, and when.
 //!
-//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop, and `controller`
-//! decides how far it goes. `candidates` picks pages, `quarantine` has them zapped and holds them for T. `refault`
-//! tells the agent what refaulted, `interval` how soon, `kept` and `pinned` which pages must stay, `growth` that a VM
-//! at rest holds more, and `failures` which failures are reported.
-//! Threads: one reclaim worker for each VM. Promise: a page is evicted only after its quarantine.
+//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop, `controller` decides
+//! how far it goes, `candidates` picks pages, `quarantine` has them zapped and holds them for T, `growth` notices that
+//! a VM at rest holds more, and `failures` limits reports.
+//! Threads: one reclaim worker for each VM.
+//! Promise: a page is evicted only after its quarantine.
 
 mod candidates;
 pub(crate) mod controller;

@@ -1,10 +1,9 @@
-//! The pages of a VM that are in quarantine, or on their way there: they are marked, clients zap them, and they wait
-//! for T.
+//! Quarantine of a VM: pages are marked, clients zap them, and they wait for T.
 //!
-//! Before: the reclaim worker has picked pages. After: it takes runs that stayed untouched for T, and evicts them.
+//! Before: the reclaim worker has picked pages. After: it gets runs that stayed untouched for T, and evicts them.
 //! Threads: the VM's reclaim worker. Nothing here waits for a client, whose reply notifies that worker. Units: pages.
-//! Promise: a page in Quarantine is registered with userfaultfd. A run is given out only if every mapping of it was
-//! zapped at least T ago, and no view was added since. Pages of which nobody saw whether they are used wait for longer.
+//! Promise: a page in Quarantine is registered with userfaultfd. A run is returned only if every mapping of it was
+//! zapped at least T ago, and no view was added since. Pages whose accesses are not seen wait for longer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,44 +17,41 @@ use ballast_page::evict::{quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
 use crate::run::pool::pause;
-use crate::vm::peer::Zap;
+use crate::vm::client_peer::Zap;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use crate::vm::{Layout, Vm};
 
-/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
-/// one punch of this size, some 20 us.
+/// Pages evicted under one hold of their locks above the limit: a fault that meets a lock waits for at most one punch
+/// of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
 
-/// Whether anybody sees the accesses to a page before it is in quarantine.
+/// Whether accesses to a page are seen before its quarantine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Accesses {
     /// The host or the guest's agent saw none for a while.
     Seen,
-    /// The guest's agent cannot see whether its kernel uses the page.
+    /// The guest's agent cannot see accesses of the guest's kernel.
     Unseen,
 }
 
-/// Pages zapped together.
 struct Batch {
     ticket: Ticket,
-    /// The generation of the VM's views at the zap.
     generation: u64,
     zapped_at: Instant,
     runs: Vec<(Accesses, ColdRun)>,
 }
 
-/// Pages in Quarantine that the clients have been asked to zap.
+/// Pages in Quarantine that clients are zapping.
 struct Zapping {
     ticket: Ticket,
     generation: u64,
     runs: Vec<(Accesses, ColdRun)>,
-    /// Clients that have not replied.
-    asked: Vec<(Arc<View>, Box<dyn Zap>)>,
+    /// Zaps without a reply.
+    asked: Vec<(Arc<View>, Zap)>,
 }
 
-/// Pages whose quarantine is over.
 pub(super) struct Due {
     pub ticket: Ticket,
     pub accesses: Accesses,
@@ -63,60 +59,55 @@ pub(super) struct Due {
     pub run: PageRange,
 }
 
-/// The quarantine of one VM.
 pub(super) struct Quarantine {
     vm: Arc<Vm>,
     batches: VecDeque<Batch>,
-    /// Those of [`Accesses::Unseen`].
     unseen: VecDeque<Batch>,
-    /// Pages that clients are zapping.
     zapping: Option<Zapping>,
 }
 
 impl Quarantine {
-    /// The quarantine of a VM that has no page on its way out.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, batches: VecDeque::new(), unseen: VecDeque::new(), zapping: None }
     }
 
-    /// Is a client zapping? Then [`put`](Self::put) must wait.
+    /// Returns whether a client is zapping: [`put`](Self::put) must wait.
     pub fn is_zapping(&self) -> bool {
         self.zapping.is_some()
     }
 
-    /// The latest time for a reply of a client that is zapping.
+    /// Time at which the first zap without a reply fails.
     pub fn until(&self) -> Option<Instant> {
         self.zapping.as_ref()?.asked.iter().filter_map(|(_, zap)| zap.until()).min()
     }
 
-    /// Is any page waiting for T?
     pub fn is_waiting(&self) -> bool {
         !self.batches.is_empty() || !self.unseen.is_empty()
     }
 
-    /// Do all that are here wait for longer than T?
+    /// Returns whether all pages in quarantine are those whose accesses are not seen.
     pub fn is_all_unseen(&self) -> bool {
         self.batches.is_empty() && self.zapping.is_none() && !self.unseen.is_empty()
     }
 
-    /// Puts those of these pages that are Resident into quarantine, and has the clients zap them. Before the zap it
-    /// releases `layout`, under which they were picked. Returns their number.
+    /// Puts the Resident pages among those picked into quarantine, and has the clients zap them. `layout`, under which
+    /// they were picked, is released before the zap. Returns the number of pages.
     ///
     /// # Errors
-    /// The kernel cannot register memory, or a client cannot be asked. Then none of the pages is in quarantine.
+    /// The kernel cannot register memory, or a client cannot be asked. None of the pages is then in quarantine.
     pub fn put(
         &mut self,
         layout: Layout<'_>,
         picked: impl Iterator<Item = (Accesses, ColdRun)>,
     ) -> std::io::Result<u64> {
         let vm = self.vm.clone();
-        let (views, generation) = (vm.views(), vm.generation());
+        let (views, generation) = (vm.views(), vm.memory.generation());
         let ticket = vm.ticket();
         let marked = self.mark(picked, ticket)?;
         let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
         vm.stats().add(Counter::Zapped, pages);
-        // The lock is not held while clients zap: a discard that one of them waits for may need it exclusively. `due`
-        // sees every change made meanwhile (a view, a hold, an unplug) before any of these pages is evicted.
+        // Not held during the zap: a discard that a client waits for may need the layout exclusively. `due` checks for
+        // changes since then (a view, a hold, an unplug) before any of these pages is evicted.
         drop(layout);
         // From here on none of their units is mapped as a whole: see `unit.rs`.
         for (_, run) in &marked {
@@ -148,7 +139,7 @@ impl Quarantine {
         Ok(pages)
     }
 
-    /// Moves those of these pages that are Resident to Quarantine with this ticket. Called under the lock of `layout`.
+    /// Changes Resident words to Quarantine with this ticket. The caller holds the layout.
     fn mark(
         &self,
         picked: impl Iterator<Item = (Accesses, ColdRun)>,
@@ -157,10 +148,10 @@ impl Quarantine {
         let vm = &self.vm;
         let mut marked: Vec<(Accesses, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
         for (accesses, run) in picked {
-            // One that was unplugged since the VM's memory was counted has given the memory of its words back.
+            // An unplugged region has freed the memory of its words.
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            // Memory is registered before the first word is Quarantine: a page that is not registered must never be
-            // zapped or far.
+            // Registered before the first word is Quarantine: a page that is not registered must never be zapped or
+            // far.
             match vm.register_or_keep(&region, run.pages) {
                 Ok(true) => {}
                 Ok(false) => continue,
@@ -188,10 +179,10 @@ impl Quarantine {
         Ok(marked)
     }
 
-    /// Takes the clients' replies. When all have replied, the pages begin to wait for T.
+    /// Takes the clients' replies. After the last one, the pages begin to wait for T.
     ///
     /// # Errors
-    /// A client has not zapped. None of these pages is in quarantine any more.
+    /// A client did not zap. None of these pages is in quarantine any more.
     pub fn take_answers(&mut self, now: Instant) -> std::io::Result<()> {
         let vm = self.vm.clone();
         let Some(mut zapping) = self.zapping.take() else { return Ok(()) };
@@ -225,43 +216,41 @@ impl Quarantine {
             if runs.is_empty() {
                 continue;
             }
-            // Runs are popped from the back, so keep the coldest last.
+            // Runs are popped from the back: the coldest must be last.
             runs.reverse();
-            // T counts from now, not from the earlier time at which the clients zapped.
+            // T counts from here, somewhat later than the zap.
             batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs });
         }
         Ok(())
     }
 
-    /// Takes the next run off a batch that was zapped at least `wait` ago, and `unseen` if nobody saw it. With `whole`,
-    /// a run may be a whole unit. Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take
-    /// effect as soon as they have had this lock.
+    /// Takes the next run of a batch that was zapped at least `wait` ago, or `unseen` if its accesses are not seen.
+    /// With `whole`, a run may be a whole unit. The caller holds the layout: after a hold, a new view or
+    /// [`Vm::set_may_pin`] has had it exclusively, it is respected here.
     pub fn due(&mut self, wait: Duration, unseen: Duration, whole: bool, now: Instant) -> Option<Due> {
         let vm = &self.vm;
         let seen = next_due(vm, &mut self.batches, wait, whole, now);
         seen.or_else(|| next_due(vm, &mut self.unseen, wait.max(unseen), whole, now))
     }
 
-    /// Takes everything out of quarantine.
     pub fn release_all(&mut self) {
         for batch in self.batches.drain(..).chain(self.unseen.drain(..)) {
             unmark(&self.vm, &batch.runs, batch.ticket);
         }
-        // Replies of clients to these are ignored.
+        // Replies to these zaps are ignored.
         if let Some(zapping) = self.zapping.take() {
             unmark(&self.vm, &zapping.runs, zapping.ticket);
         }
     }
 
-    /// Resets the quarantine after a failure in the middle of a batch, or a panic of the worker: all its pages are
-    /// Resident again. What the worker had moved and not booked is unknown, so the gauge is set to the pages that a
-    /// discard or a fault holds at this moment, which book them. One that is moved and not booked yet makes the gauge
-    /// one too low.
+    /// Resets the quarantine after a failure during a batch, or a panic of the worker: all its pages become Resident.
+    /// Moves that the worker had not booked are unknown, so the gauge is set to the pages that a discard or a fault has
+    /// locked now, which book them. A page that is moved and not booked yet makes the gauge too low by one.
     ///
     /// # Errors
     /// The state file cannot be read.
     pub fn forget(&mut self) -> Result<(), StateError> {
-        let _layout = self.vm.layout();
+        let _layout = self.vm.memory.layout();
         self.batches.clear();
         self.unseen.clear();
         self.zapping = None;
@@ -286,11 +275,11 @@ impl Quarantine {
     }
 }
 
-/// See [`Quarantine::due`]: of these batches.
+/// [`Quarantine::due`] for these batches.
 fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
     loop {
         let batch = batches.front_mut()?;
-        if batch.generation != vm.generation() {
+        if batch.generation != vm.memory.generation() {
             // A view was added: these pages are not zapped there.
             let batch = batches.pop_front().expect("looked at above");
             unmark(vm, &batch.runs, batch.ticket);
@@ -305,12 +294,11 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
             continue;
         };
         let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
-        // Where the quarantine is not shortened, a whole unit is evicted as one extent: there is one punch, and no huge
-        // page is split.
+        // Below the limit, a whole unit is evicted as one extent: by one punch, which splits no huge page.
         let start = cold.pages.start();
         let whole = whole && start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT;
         let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-        // A run never crosses the end of a unit.
+        // A run does not cross the end of a unit.
         let unit_end = PageIdx::first_of_unit(start.unit() + 1);
         let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
         let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
@@ -321,10 +309,10 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
     }
 }
 
-/// Takes pages out of quarantine again. A minor fault maps those that were already zapped.
+/// Releases pages from quarantine. A minor fault maps those that were zapped.
 fn unmark(vm: &Vm, runs: &[(Accesses, ColdRun)], ticket: Ticket) {
     for (_, run) in runs {
-        // The words of one that was unplugged have given their memory back: to read them would take some again.
+        // Reading the words of an unplugged region would allocate their memory again.
         if let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) {
             let released = release(run.pages, ticket, |page| region.granule(page));
             vm.ledger().moved(State::Quarantine, State::Resident, released);
@@ -361,12 +349,12 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_nobody_saw_stay_for_longer_than_t() {
+    fn pages_whose_accesses_are_not_seen_stay_for_longer_than_t() {
         let vm = vm();
         let mut quarantine = Quarantine::new(vm.clone());
         let run = |guess, page| (guess, ColdRun { region: 0, pages: PageRange::of(PageIdx(page), 4) });
         let runs = vec![run(Accesses::Unseen, 0), run(Accesses::Seen, 4)];
-        let (ticket, generation, asked) = (vm.ticket(), vm.generation(), Vec::new());
+        let (ticket, generation, asked) = (vm.ticket(), vm.memory.generation(), Vec::new());
         quarantine.zapping = Some(Zapping { ticket, generation, runs, asked });
         let (t, longer, now) = (Duration::from_millis(10), Duration::from_secs(1), Instant::now());
         quarantine.take_answers(now).expect("no client");
@@ -382,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_a_discard_or_a_fault_takes_while_all_is_forgotten_are_booked_once() {
+    fn pages_that_a_discard_or_a_fault_takes_during_a_reset_are_booked_once() {
         let vm = vm();
         let (region, ticket) = (vm.region(0).expect("open"), vm.ticket());
         let cell = |page| region.granule(PageIdx(page)).cell();

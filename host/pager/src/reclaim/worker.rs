@@ -2,15 +2,16 @@
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
 //! Threads: one task per VM. It never waits for the client, whose reply notifies it. A fault waits for the pages of the
-//! one run that is being punched (and copied, if reclaim is forced: see below), and for credits in a VM at its limit
-//! (`throttle`, at most 0.1 s). Units: pages, bytes at the borders. Promise: a higher limit ends reclaim at once.
+//! one run that is being punched (and copied, in forced reclaim: see below), and for credits in a VM at its limit
+//! (`throttle`, at most 0.1 s). Units: pages, bytes at the borders.
+//! Promise: a higher limit ends reclaim at once.
 //!
-//! The controller (`controller`) says in each round which mode holds; its head has the modes and all numbers. In the
-//! background the worker keeps a supply of cold pages in quarantine (`candidates` picks them) and evicts those that
-//! stayed untouched for T. Above the limit it does so without pauses and takes warm pages, too; unless something may
-//! have pages pinned and the engine cannot know which, T is shorter there. From the *ceiling* on a page comes in only
-//! when others have gone out (`throttle`). So a VM whose working set is larger than its limit is held to the limit, at
-//! the price of restores.
+//! In each round the controller (`controller`) chooses the mode; its module has the modes and all numbers. In
+//! background reclaim the worker keeps a supply of cold pages in quarantine (`candidates` picks them) and evicts those
+//! that stayed untouched for T. Above the limit (direct reclaim) it does so without pauses, and takes warm pages, too;
+//! T is then shorter, unless something may have pages pinned and the engine cannot know which. From the *ceiling* on, a
+//! page comes in only after others have gone out (`throttle`). So a VM whose working set exceeds its limit is held to
+//! the limit, at the price of refaults.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,23 +36,19 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
 
-/// Why nothing is evicted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rest {
-    /// There is no limit.
     Unlimited,
     /// The VM is held, or no process of it is known.
     Held,
-    /// The store refused a page a moment ago.
     StoreRefused,
 }
 
-/// The reclaim worker of a VM.
 pub(crate) struct ReclaimWorker {
     vm: Arc<Vm>,
-    /// The pin check, if there is one; the same for all of a round.
+    /// The pin check, if there is one; fixed for a round.
     check: Option<Arc<PinCheck>>,
-    /// Since when rounds above the limit have found no page that may go.
+    /// Time since which rounds above the limit have found no page to evict.
     fruitless_since: Option<Instant>,
     candidates: Candidates,
     quarantine: Quarantine,
@@ -59,22 +56,21 @@ pub(crate) struct ReclaimWorker {
     rest_until: Option<Instant>,
     failures: Failures,
     refusals: Failures,
-    /// Bytes resident at the last round, and at the last round with nothing to do.
+    /// Bytes resident at the last round, and at the last round without work.
     resident: u64,
     checked: u64,
-    /// How long rounds in a row have taken of which each ended with more to do.
+    /// Total time of successive rounds that each ended with more to do.
     searched: Duration,
-    /// The last round found the VM at or below low.
+    /// The last round found the VM at or below the low watermark.
     is_low: bool,
-    /// The VM was tracked after the last round.
     was_tracked: bool,
-    /// The last round ended although more pages could go.
+    /// The last round ended although more pages were due.
     has_more: bool,
-    /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
+    /// Pages being evicted: 64 KiB, so that they are still in the CPU's cache when they are compressed.
     buffer: Box<[PageBytes; 16]>,
 }
 
-/// Opens the throttle: no fault need wait for credits, because nothing is evicted any more.
+/// Opens the throttle: nothing is evicted any more, so no fault may wait for credits.
 impl Drop for ReclaimWorker {
     fn drop(&mut self) {
         self.vm.mail.throttle.open();
@@ -82,7 +78,6 @@ impl Drop for ReclaimWorker {
 }
 
 impl ReclaimWorker {
-    /// The worker of a VM that has no page on its way out.
     pub fn new(vm: Arc<Vm>) -> Self {
         let mut worker = Self {
             check: None,
@@ -108,15 +103,12 @@ impl ReclaimWorker {
         worker
     }
 
-    /// Does a piece of work; returns when the next is due.
+    /// Runs a round; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
             self.quarantine.release_all();
             return Next::Done;
-        }
-        if vm.is_held_for(Hold::NoZap) {
-            vm.forget_ended();
         }
         vm.pressure.sample(vm.stats(), now);
         let pause = match self.quarantine.take_answers(now).and_then(|()| self.round()) {
@@ -131,22 +123,22 @@ impl ReclaimWorker {
                 LOOK
             }
         };
-        // A limit, a hold, and whether the VM is above its limit are seen here first.
+        // This worker is the first to see a new limit or hold, or that the VM exceeds its limit.
         let is_tracked = vm.is_tracked();
         if std::mem::replace(&mut self.was_tracked, is_tracked) != is_tracked {
             vm.mail.track.notify();
         }
-        // In a long pause only: memory that restores have emptied is prepared for the next eviction.
+        // Only in a long pause: memory that restores have emptied is prepared for the next eviction.
         if pause > SLICE {
             vm.stores.first().store.tidy();
         }
         self.next(now, pause)
     }
 
-    /// When the next piece of work is due after this pause, or earlier because a client must have replied by then.
+    /// The next run: after this pause, or when a client's reply is overdue.
     fn next(&mut self, now: Instant, pause: Duration) -> Next {
         if let Some(until) = self.quarantine.until() {
-            // The reply notifies. Without pages to evict there is nothing to do before that.
+            // The reply notifies. Until then there is work only if pages wait for T.
             let has_due = self.quarantine.is_waiting();
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
@@ -170,7 +162,7 @@ impl ReclaimWorker {
         Next::about(now, pause.max(rests))
     }
 
-    /// Does one round; returns how long to pause before the next.
+    /// Runs one round; returns the pause before the next.
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm.clone();
         let now = Instant::now();
@@ -193,12 +185,12 @@ impl ReclaimWorker {
         self.resident = resident.0;
         vm.mail.over_limit.store(resident > limit, Ordering::Relaxed);
         if vm.may_pin() && self.check.is_none() {
-            // Its pages must stay in quarantine for T, so its faults do not wait.
+            // Its pages must stay in quarantine for T, so its faults must not wait for credits.
             vm.mail.throttle.open();
         } else {
             vm.mail.throttle.set(resident.pages_floor().0, limit.pages_floor().0, margin(limit));
         }
-        // Also where nothing need be evicted: the agent is judged by the refaults of earlier evictions.
+        // Also if nothing is to be evicted: the agent is judged by the refaults of earlier evictions.
         self.candidates.take_note(now);
         let (faults_wait, others_wait) = (vm.mail.throttle.was_short(), vm.mail.others_wait.load(Ordering::Relaxed));
         go_first(faults_wait);
@@ -206,7 +198,7 @@ impl ReclaimWorker {
         if round.mode == Mode::Rest {
             self.is_low = true;
             if round.is_far_below {
-                // The limit was raised, or the guest freed much. Quarantine is not needed.
+                // The limit was raised, or the guest freed much memory: quarantine is not needed.
                 self.quarantine.release_all();
             }
             return Ok(MOST_WAIT);
@@ -233,7 +225,7 @@ impl ReclaimWorker {
         Ok(match since {
             _ if evicted > 0 => Duration::ZERO,
             Some(since) if now.saturating_duration_since(since) >= LOOK => {
-                // All pages are pinned or kept. No fault need wait for credits, and a search checks every page.
+                // All pages are pinned or kept. Faults must not wait for credits, and each search checks every page.
                 vm.mail.throttle.open();
                 MOST_WAIT.max(searched * SHARE)
             }
@@ -242,12 +234,12 @@ impl ReclaimWorker {
         })
     }
 
-    /// The T that holds now.
+    /// The quarantine time that applies now.
     fn wait_for(&self, direct: Option<Duration>) -> Duration {
         self.vm.quarantine(direct, self.check.is_some())
     }
 
-    /// Finds the pin check, and checks again the pages that were pinned.
+    /// Gets the pin check, and checks pinned pages again.
     fn check_pinned_again(&mut self, now: Instant) {
         let vm = self.vm.clone();
         self.check = vm.pins.check();
@@ -259,16 +251,15 @@ impl ReclaimWorker {
         }
     }
 
-    /// Notes that the pin check has failed: from now on T decides alone.
+    /// Records that the pin check has failed: from now on only T protects pinned pages.
     fn lose_check(&mut self, error: &std::io::Error) {
         if self.check.take().is_some() {
             self.vm.pins.lost(error);
-            self.vm
-                .report("pin-check-lost", format!("checking who holds a page: {error}; from now on only time tells"));
+            let why = format!("checking page references: {error}; pages are now evicted only after the full T");
+            self.vm.report("pin-check-lost", why);
         }
     }
 
-    /// The limit that holds now.
     fn limit(&self, now: Instant) -> Result<Bytes, Rest> {
         let vm = self.vm.clone();
         let limit = vm.effective_limit().ok_or(Rest::Unlimited)?;
@@ -283,10 +274,13 @@ impl ReclaimWorker {
 
     /// While nothing is to be reclaimed, unregisters chunks that need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
-        // Tracking sees touches only of what is registered.
+        // Tracking sees only touches of registered memory.
         let is_watched = self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.views().is_empty();
-        if is_watched && !self.vm.is_tracked() {
-            let _layout = self.vm.layout();
+        // These holds are short. A chunk with a page that the VMM has mapped over cannot be registered again: all of it
+        // would stay in memory.
+        let is_passing = self.vm.is_held_for(Hold::Unchecked) || self.vm.is_held_for(Hold::Orphaned);
+        if is_watched && !is_passing && !self.vm.is_tracked() {
+            let _layout = self.vm.memory.layout();
             for region in self.vm.regions() {
                 self.vm.unregister_settled(&region)?;
             }
@@ -294,7 +288,7 @@ impl ReclaimWorker {
         Ok(MOST_WAIT)
     }
 
-    /// Evicts up to about as many pages as are to go, of those that stayed untouched for T; returns how many.
+    /// Evicts up to about `excess` pages that stayed untouched for T; returns their number.
     fn drain(&mut self, round: &Round, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let Round { mode, unseen, excess, .. } = *round;
@@ -305,8 +299,8 @@ impl ReclaimWorker {
                 self.has_more = true;
                 break;
             }
-            let _layout = vm.layout();
-            // This is computed for each run: the VM may begin to pin pages.
+            let _layout = vm.memory.layout();
+            // Computed anew for each run, because a device may begin to pin pages.
             let wait = self.wait_for(round.direct);
             let due = self.quarantine.due(wait, unseen, !mode.is_urgent(), now);
             let Some(Due { ticket, accesses, region, run }) = due else { break };
@@ -325,7 +319,7 @@ impl ReclaimWorker {
             vm.ledger().evicted(&evicted, region.granule_pages());
             let went = evicted.far + evicted.zero;
             gone += went;
-            // Memory that waited for longer says nothing of T.
+            // Pages that waited for longer say nothing about T.
             if accesses != Accesses::Unseen || unseen.is_zero() {
                 judged = (judged.0 + run.count() - held, judged.1 + went);
             }
@@ -356,7 +350,7 @@ impl ReclaimWorker {
         Ok(gone)
     }
 
-    /// Pauses reclaim because the store refused a page, and reports it unless it refused one a moment ago.
+    /// Pauses reclaim because the store refused a page. Reported once per series.
     fn store_refused(&mut self, full: bool) {
         if full && self.vm.mail.spill.make_room() {
             self.rest_until = Some(Instant::now() + BACKGROUND);
@@ -377,10 +371,10 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Puts some `want` more pages into quarantine. Returns how many, and whether there may be more.
+    /// Puts about `want` more pages into quarantine. Returns their number, and whether there may be more candidates.
     fn top_up(&mut self, want: u64, pick: Pick) -> std::io::Result<(u64, bool)> {
         let vm = self.vm.clone();
-        let layout = vm.layout();
+        let layout = vm.memory.layout();
         if vm.views().is_empty() || vm.held().is_some() {
             return Ok((0, false));
         }

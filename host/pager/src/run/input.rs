@@ -1,11 +1,10 @@
-//! Input: what one worker waits for, descriptors and a word from another thread.
+//! Input: the descriptors that one worker waits for, and a wake-up by other threads.
 //!
-//! Before: a set listens to a descriptor. After: its worker has an event for each time that there was input, with the
-//! number that the descriptor was added under.
+//! Before: a set listens to a descriptor. After: its worker gets one event for each input, with the number under which
+//! the descriptor was added.
 //! Threads: one waits; any adds, removes and wakes. Units: numbers of descriptors; 0 is the wake-up.
-//! Promise: a wake-up is not lost if the worker looks for work under the same lock as the others, and calls
-//! [`Input::begin_wait`] before it releases that lock. A worker that does not wait costs the one that wakes it no
-//! system call.
+//! Promise: no wake-up is lost if the worker looks for work under the lock under which others add it, and calls
+//! [`Input::begin_wait`] before it releases that lock. Waking a worker that does not wait costs no system call.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -15,12 +14,11 @@ use std::time::Duration;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-/// The event that wakes the worker.
 const WAKE: u64 = 0;
-/// One event for each input: while a worker is stuck with one descriptor, that one's input does not keep others busy.
+/// Edge-triggered: while one worker is stuck with a descriptor, its input does not keep other workers busy.
 const EDGE: EventFlags = EventFlags::IN.union(EventFlags::ET);
 
-/// An epoll set, and a way to wake the thread that waits for it.
+/// An epoll set, and an eventfd to wake the thread that waits for it.
 #[derive(Debug)]
 pub(super) struct Input {
     epoll: OwnedFd,
@@ -38,56 +36,52 @@ impl Input {
         Ok(Self { epoll, event, is_waiting: AtomicBool::new(false) })
     }
 
-    /// Listens to a descriptor, under this number, which is not 0.
+    /// Listens to a descriptor under this number, which is not 0.
     pub fn add(&self, fd: BorrowedFd<'_>, number: u64) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(number), EDGE)?)
     }
 
-    /// Listens to a descriptor until its next input, under this number. It may be known already, under any number.
+    /// Listens to the next input of a descriptor under this number. The descriptor may have been added before.
     pub fn add_once(&self, fd: BorrowedFd<'_>, number: u64) -> io::Result<()> {
         let once = EventFlags::IN.union(EventFlags::ONESHOT);
         let (again, data) = (EventData::new_u64(number), EventData::new_u64(number));
-        // Nearly always it is known.
+        // It nearly always was.
         match epoll::modify(&self.epoll, fd, again, once) {
             Err(rustix::io::Errno::NOENT) => Ok(epoll::add(&self.epoll, fd, data, once)?),
             changed => Ok(changed?),
         }
     }
 
-    /// Listens to a descriptor no more.
     pub fn remove(&self, fd: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Ends the wait, if the worker waits.
     pub fn wake(&self) {
         if self.is_waiting.swap(false, Ordering::SeqCst) {
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }
     }
 
-    /// Does the worker wait?
     pub fn is_waiting(&self) -> bool {
         self.is_waiting.load(Ordering::Relaxed)
     }
 
-    /// Returns whether there is input that the worker has not got.
+    /// Returns whether there are events that the worker has not read.
     pub fn is_there(&self) -> bool {
         let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
-    /// From now on others wake it.
+    /// To be called under the lock of the work: from now on [`Input::wake`] wakes the worker.
     pub fn begin_wait(&self) {
         self.is_waiting.store(true, Ordering::SeqCst);
     }
 
-    /// It waits no more.
     pub fn end_wait(&self) {
         self.is_waiting.store(false, Ordering::Relaxed);
     }
 
-    /// Waits for events, for this long at most; without a limit if there is none.
+    /// Waits for events, for at most `at_most`; without a limit if that is `None`.
     pub fn wait(&self, events: &mut Vec<Event>, at_most: Option<Duration>) -> io::Result<()> {
         let pause =
             at_most.map(|pause| Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() });

@@ -1,23 +1,23 @@
-//! Run: the work for all VMs, on few threads.
+//! Run: the threads that do the work of all VMs.
 //!
-//! Before: a VM has work that no fault waits for (reclaim, scans, spill), or that may wait (a disk, an
-//! order). After: a thread of the pool has done a piece of it. Threads: see [`pool`]. Promise: a task with nothing to
-//! do costs no thread and no wake-up. However many tasks of one VM are ready, they delay another VM's by a piece of
-//! work each at most.
+//! Before: a VM has work for which no fault waits (reclaim, scans, spill), or that may wait (for a disk, an order).
+//! After: a thread of the pool has done a part of it.
+//! Threads: see [`pool`].
+//! Promise: an idle task costs no thread and no wake-up. However many tasks of one VM are ready, each other VM's task
+//! is delayed by at most one quantum and one run of them.
 //!
-//! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads. [`servers`] are the
-//! workers that guests wait for, one for each CPU, and one for messages of clients; [`set`] is the set of descriptors
-//! that one of them serves, with the `input` that it waits for, and [`serve`] the trait that they implement. Nothing
-//! here knows what a VM is.
+//! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads. [`servers`] has the
+//! fault workers, one for each CPU, and a worker for messages of clients; [`set`] is the set of descriptors that one of
+//! them serves, `input` waits for these, and [`serve`] is the trait of their servers. Nothing here knows about VMs.
 
 mod input;
 pub mod pool;
 pub mod queue;
-pub mod serve;
+pub(crate) mod serve;
 pub mod servers;
-pub mod set;
+pub(crate) mod set;
 
-/// Waits until this is so; panics after five minutes, because then it never will be.
+/// Waits until `what` returns true; panics after five minutes.
 #[cfg(test)]
 fn until(what: impl Fn() -> bool) {
     let begun = std::time::Instant::now();

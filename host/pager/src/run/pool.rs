@@ -1,10 +1,10 @@
-//! The pool: the threads that run tasks. There is one for each CPU, and one more for each that waits in the kernel.
+//! The pool: the threads that run tasks, one for each CPU, and a spare for each that waits in the kernel.
 //!
-//! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Notifier::notify`] or the time it asked for
-//! says so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value
-//! ([`thread`]); spares; one watchdog. Promise: a task that waits delays other tasks for some milliseconds only: a
-//! spare takes its thread's place, and ends when it is not needed any more. [`blocking`] announces a wait; else the
-//! watchdog finds it.
+//! Before: [`Pool::add`] gives it a task. After: the task runs after each [`Notifier::notify`], and at the times that
+//! it asks for, one run at a time, until it is done.
+//! Threads: one for each CPU, at the default nice value ([`thread`]); spares; one watchdog.
+//! Promise: a task that waits delays other tasks only by some milliseconds: a spare takes its thread's place, and ends
+//! when it is not needed any more. [`blocking`] announces a wait; otherwise the watchdog finds it.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -18,12 +18,12 @@ use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES};
 pub mod thread;
 pub(super) mod watchdog;
 
-/// Something that runs now and then, for some milliseconds at most unless it waits.
+/// A task: it runs again and again, each time for a few milliseconds unless it waits.
 pub trait Task: Send {
-    /// Does a piece of its work.
+    /// Runs once. `now` is the present time.
     fn run(&mut self, now: Instant) -> Next;
 
-    /// The weight of its group; the run is charged in usual shares.
+    /// The weight of its group, by which the run is charged.
     fn shares(&self) -> u32 {
         USUAL_SHARES
     }
@@ -35,31 +35,31 @@ impl<F: FnMut(Instant) -> Next + Send> Task for F {
     }
 }
 
-/// Notifies a task that there is something to do. It has no effect before it has a task: a new task runs anyway.
+/// Notifies a task that it has work. Without effect until it is connected: a new task runs anyway.
 #[derive(Debug, Default)]
 pub struct Notifier(RwLock<Option<Handle>>);
 
 impl Notifier {
-    /// The task runs soon, or once more if it runs now. Never waits for it.
+    /// Has the task run soon, or once more if it is running. Never waits for it.
     pub fn notify(&self) {
         if let Some(task) = &*self.0.read().expect("no panic while held") {
             task.notify();
         }
     }
 
-    /// From now on it notifies this task.
+    /// Connects it to this task.
     pub fn connect(&self, task: Handle) {
         *self.0.write().expect("no panic while held") = Some(task);
     }
 
-    /// The same task as the other one.
+    /// Connects it to the task of the other one.
     pub fn connect_to(&self, other: &Self) {
         let task = other.0.read().expect("no panic while held").clone();
         *self.0.write().expect("no panic while held") = task;
     }
 }
 
-/// A task that was added to a pool.
+/// A task of a pool.
 #[derive(Clone, Debug)]
 pub struct Handle(Pool, TaskId);
 
@@ -70,20 +70,19 @@ impl Handle {
     }
 }
 
-/// The pool. A copy is the same pool.
+/// A pool of threads. A clone is the same pool.
 #[derive(Clone, Debug)]
 pub struct Pool(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     inner: Mutex<Inner>,
-    /// There is a ready task, or an earlier timer.
+    /// A task is ready, or a timer is due earlier than before.
     work: Condvar,
-    /// A task is over.
     over: Condvar,
     /// The first of some tasks runs.
     watch: Condvar,
-    /// Threads that should be there and not wait in the kernel.
+    /// Number of threads that should not be waiting in the kernel.
     base: usize,
 }
 
@@ -92,14 +91,11 @@ struct Inner {
     queue: Queue,
     tasks: HashMap<TaskId, Body>,
     threads: HashMap<ThreadId, Worker>,
-    /// Threads that wait for work.
     idle: usize,
-    /// One of them waits until this time, for the next timer.
+    /// Time until which one of the idle threads waits, for the next timer.
     timed: Option<Instant>,
     has_watchdog: bool,
-    /// The watchdog is awake.
     is_watched: bool,
-    /// Runs so far.
     runs: u64,
 }
 
@@ -109,13 +105,10 @@ struct Body {
     task: Option<Box<dyn Task>>,
 }
 
-/// A thread of the pool.
 #[derive(Debug)]
 struct Worker {
-    /// As the kernel numbers it.
     number: u32,
     runs: Option<Running>,
-    /// It waits in the kernel.
     is_blocked: bool,
 }
 
@@ -132,19 +125,18 @@ impl std::fmt::Debug for Inner {
 }
 
 impl Inner {
-    /// Threads that could run on a CPU.
     fn unblocked(&self) -> usize {
         self.threads.values().filter(|worker| !worker.is_blocked).count()
     }
 }
 
 thread_local! {
-    /// The pool of the calling thread, unless the thread waits.
+    /// The pool of the calling thread; `None` inside [`blocking`].
     static POOL: Cell<Option<Pool>> = const { Cell::new(None) };
 }
 
-/// A pause of a thread that waits, since `begun`, for what takes microseconds if the other thread has a CPU. If it
-/// takes longer, this one sleeps, and another thread of the pool takes its place.
+/// One pause in a loop that has waited since `begun` for something that takes microseconds if the other thread has a
+/// CPU: yields, and after 1 ms sleeps, while another thread of the pool takes this one's place.
 pub fn pause(begun: Instant) {
     const AT_ONCE: Duration = Duration::from_millis(1);
     const PAUSE: Duration = Duration::from_micros(50);
@@ -154,9 +146,8 @@ pub fn pause(begun: Instant) {
     }
 }
 
-/// Does something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
+/// Calls a function that may wait for long (for a disk or another process), while a spare takes this thread's place.
 pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
-    /// Also when it panics.
     struct Ends(Pool);
     impl Drop for Ends {
         fn drop(&mut self) {
@@ -164,7 +155,7 @@ pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
             self.0.set_blocked(false);
         }
     }
-    // `None` while it waits: a wait inside of this one changes nothing.
+    // `None` during the wait: a nested wait changes nothing.
     let Some(pool) = POOL.take() else { return wait() };
     pool.set_blocked(true);
     let _ends = Ends(pool);
@@ -183,7 +174,7 @@ impl Pool {
         Self::new(std::thread::available_parallelism().map_or(1, |cpus| cpus.get()))
     }
 
-    /// A pool of this number of threads. None is started before there is a task.
+    /// A pool of this number of threads, which start with the first task.
     pub fn new(threads: usize) -> Self {
         let shared = Shared {
             inner: Mutex::default(),
@@ -199,15 +190,15 @@ impl Pool {
         self.0.inner.lock().expect("no panic while held")
     }
 
-    /// A group of tasks that have their turns together.
+    /// A new group of tasks, which have their turns together.
     pub fn add_group(&self) -> GroupId {
         self.lock().queue.add_group()
     }
 
-    /// Runs a task, now and whenever it is notified. Its thread has this name meanwhile.
+    /// Adds a task, which runs now and whenever it is notified. Its thread has this name during a run.
     ///
     /// # Errors
-    /// There is no thread to run it, and the kernel gives none.
+    /// No thread exists to run it, and the kernel cannot start one.
     pub fn add(&self, group: GroupId, name: &str, task: impl Task + 'static) -> io::Result<Handle> {
         let mut inner = self.lock();
         if let Err(error) = self.start_missing(&mut inner)
@@ -228,7 +219,7 @@ impl Pool {
         }
     }
 
-    /// A task is ready: have a thread run it.
+    /// A task is ready: has a thread run it.
     fn dispatch(&self, inner: &mut Inner) {
         if inner.idle > 0 {
             self.0.work.notify_one();
@@ -237,7 +228,7 @@ impl Pool {
         }
     }
 
-    /// Notifies all tasks of a group, which are to end, and waits until they have; all but one that this thread runs.
+    /// Notifies all tasks of a group, which must end, and waits until they are done; not for one that this thread runs.
     pub fn join(&self, group: GroupId) {
         let this = std::thread::current().id();
         let mut inner = self.lock();
@@ -259,12 +250,12 @@ impl Pool {
         });
     }
 
-    /// Threads that it has now, without the watchdog.
+    /// Number of threads, without the watchdog.
     pub fn threads(&self) -> usize {
         self.lock().threads.len()
     }
 
-    /// The calling thread begins, or ceases, to wait in the kernel.
+    /// Records that the calling thread begins or ceases to wait in the kernel.
     fn set_blocked(&self, is_blocked: bool) {
         let mut inner = self.lock();
         if let Some(worker) = inner.threads.get_mut(&std::thread::current().id()) {
@@ -273,7 +264,7 @@ impl Pool {
         self.make_up(&mut inner);
     }
 
-    /// Has a spare for each thread that is blocked, if there is work.
+    /// Starts spares for blocked threads, if there is work.
     fn make_up(&self, inner: &mut Inner) {
         if !inner.queue.is_ready() && inner.queue.next_due().is_none() || inner.idle > 0 {
             return;
@@ -283,7 +274,7 @@ impl Pool {
         }
     }
 
-    /// Starts threads until as many as there should be are not blocked.
+    /// Starts threads until enough are not blocked.
     fn start_missing(&self, inner: &mut Inner) -> io::Result<()> {
         if !inner.has_watchdog {
             let pool = self.clone();
@@ -292,7 +283,7 @@ impl Pool {
         }
         while inner.unblocked() < self.0.base {
             let pool = self.clone();
-            // The new thread waits for the lock that we hold before it looks for itself.
+            // The new thread needs the lock that this thread holds before it can look itself up.
             let thread = std::thread::Builder::new().name(IDLE.into()).spawn(move || pool.work())?;
             let worker = Worker { number: 0, runs: None, is_blocked: false };
             inner.threads.insert(thread.thread().id(), worker);
@@ -301,7 +292,7 @@ impl Pool {
     }
 }
 
-/// The name of a thread that runs no task.
+/// Name of a thread that runs no task.
 const IDLE: &str = "pool";
 
 #[cfg(test)]
@@ -313,7 +304,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_task_runs_each_time_it_is_notified_until_it_is_over_and_the_group_is_joined() {
+    fn a_task_runs_each_time_it_is_notified_until_it_is_done_and_its_group_is_joined() {
         let pool = Pool::new(2);
         let group = pool.add_group();
         let (said, says) = mpsc::channel();
@@ -335,14 +326,14 @@ mod tests {
     }
 
     #[test]
-    fn tasks_that_wait_keep_no_other_waiting_and_their_spares_end() {
+    fn tasks_that_wait_delay_no_other_and_their_spares_end() {
         let pool = Pool::new(2);
         let group = pool.add_group();
         let (release, released) = mpsc::channel::<()>();
         let released = Arc::new(Mutex::new(released));
         for announced in [true, false, true, false, true] {
             let released = released.clone();
-            // Held all the time, so that the others sleep in the kernel.
+            // The lock stays held, so that the other tasks sleep in the kernel.
             let wait = move || {
                 let _ = released.lock().expect("held").recv();
             };

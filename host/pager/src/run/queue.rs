@@ -1,15 +1,15 @@
 //! The queue of the pool, and of each set of userfaultfds: decides which task runs next. It has no thread, lock or
 //! clock.
 //!
-//! Before: tasks are notified, or their time comes. After: [`Queue::take`] returns one, group by group.
+//! Before: tasks are notified, or their timers are due. After: [`Queue::take`] returns one, group by group.
 //! Threads: the caller has a lock. Units: nanoseconds of running.
-//! Promise: a notification is never lost: a task that is notified while it runs, runs again. Between two runs of a
-//! group's tasks each other group that has ready tasks runs for at most a quantum ([`QUANTUM`], unless said otherwise)
-//! and the rest of one run (deficit round robin).
+//! Promise: no notification is lost: a task that is notified during a run runs again. Between two runs of a group's
+//! tasks, each other group with ready tasks runs for at most a quantum ([`QUANTUM`] by default) and the rest of one run
+//! (deficit round robin).
 //!
 //! ```text
-//!         notified, or its time has come       take
-//! Idle, At ───────────────────────────► Ready ─────────► Running ──► by `Next`, or Ready if notified meanwhile
+//! |           notified, or its timer is due      take
+//! | Idle, At ───────────────────────────► Ready ─────────► Running ──► by `Next`; Ready if it was notified
 //! ```
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -17,51 +17,51 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// What a group may run for at each turn.
+/// Time that a group may run for in each turn.
 pub const QUANTUM: Duration = Duration::from_millis(1);
-/// A group owes at most this much, in nanoseconds: a task that ran for long in one go does not wait for ever. More than
-/// a visit of a fault worker may take before its userfaultfd goes apart.
+/// Most debt of a group, in nanoseconds, so that a task with one long run need not wait for too long. It exceeds the
+/// longest visit of a fault worker after which a userfaultfd gets a thread of its own.
 const MOST_DEBT: i64 = 16_000_000;
 
-/// Shares that change nothing, and the bounds beyond which shares have no more effect: so a turn is four quanta at
-/// most, and the group with the fewest shares has a quarter of the usual turn.
+/// The default shares, and the bounds of their effect: a turn is at most four quanta, and at least a quarter of one.
 pub const USUAL_SHARES: u32 = 1000;
 const FEWEST_SHARES: u32 = 250;
 const MOST_SHARES: u32 = 4000;
 
-/// The charge of a group with these shares for a run that took this long.
+/// The charge for a run of this length of a group with these shares.
 pub fn charge(spent: Duration, shares: u32) -> Duration {
     spent * USUAL_SHARES / shares.clamp(FEWEST_SHARES, MOST_SHARES)
 }
 
-/// When a task runs again. A task that is notified runs at once in any case.
+/// The next run of a task. A notified task runs at once in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// As soon as it is its turn: it has more to do.
+    /// In its next turn: it has more to do.
     Again,
     /// At this time.
     At(Instant),
     /// When it is notified.
     Idle,
-    /// Never: it is over.
+    /// Never: it is done.
     Done,
 }
 
 impl Next {
-    /// After a pause that began at `now`; at once if the pause is zero.
+    /// After a pause that begins at `now`; [`Next::Again`] if the pause is zero.
     pub fn after(now: Instant, pause: Duration) -> Self {
         if pause.is_zero() { Self::Again } else { Self::At(now + pause) }
     }
 
-    /// After a pause of about this length, at the same moment as other tasks with such a pause: one wake-up serves all.
+    /// After a pause of about this length, at a time that is common to tasks with such pauses: one wake-up serves them
+    /// all.
     pub fn about(now: Instant, pause: Duration) -> Self {
-        /// Distance of the moments, for long pauses and for short ones: as many tasks as possible run in a row.
+        /// Intervals of the common times, for long and for short pauses.
         const LONG_GRAIN: Duration = Duration::from_secs(1);
         const GRAIN: Duration = Duration::from_millis(100);
         static FIRST: OnceLock<Instant> = OnceLock::new();
         let first = *FIRST.get_or_init(|| now);
         let grain = if pause < LONG_GRAIN { GRAIN } else { LONG_GRAIN };
-        // Rounded down: a task that runs at such a moment, or a little later, is due at the next one again.
+        // Rounded down: a task that runs at a common time, or a little later, is due at the next one.
         let due = (now + pause).saturating_duration_since(first);
         let grains = (due.as_nanos() / grain.as_nanos()).max(1);
         let at = first + grain * u32::try_from(grains).unwrap_or(u32::MAX);
@@ -69,12 +69,12 @@ impl Next {
     }
 }
 
-/// A task of a queue.
+/// ID of a task in a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskId(u64);
 
 impl TaskId {
-    /// For a task that may change queues, whose number is therefore not a queue's.
+    /// For a task that may move to other queues: the caller ensures that the number is unique.
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
@@ -85,11 +85,11 @@ impl TaskId {
     }
 }
 
-/// Tasks that share their turns: those of one VM.
+/// ID of a group of tasks that share their turns: those of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(u64);
 
-/// Ids are counted up, so any function spreads them.
+/// Hasher for IDs, which are counted up.
 #[derive(Debug, Default)]
 pub struct IdHasher(u64);
 
@@ -107,7 +107,7 @@ impl Hasher for IdHasher {
     }
 }
 
-/// By ids of tasks or groups.
+/// Map from IDs of tasks or groups.
 pub type ById<K, V> = HashMap<K, V, BuildHasherDefault<IdHasher>>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,9 +128,9 @@ struct Task {
 struct Group {
     tasks: usize,
     ready: VecDeque<TaskId>,
-    /// What it may still run before others have their turn, in nanoseconds. Below zero: it ran too long by this.
+    /// Time that it may still run before other groups have their turn, in nanoseconds; negative: a debt.
     credit: i64,
-    /// It has its turn, and was given its quantum.
+    /// It has its turn, and has got its quantum.
     has_turn: bool,
 }
 
@@ -141,15 +141,14 @@ impl Group {
     }
 }
 
-/// The queue.
+/// Tasks by group, with their turns and timers.
 #[derive(Debug)]
 pub struct Queue {
-    /// In nanoseconds.
     quantum: i64,
     next: u64,
     tasks: ById<TaskId, Task>,
     groups: ById<GroupId, Group>,
-    /// Groups with ready tasks; the first one has its turn.
+    /// Groups with ready tasks; the first one has the turn.
     turns: VecDeque<GroupId>,
     timers: BTreeSet<(Instant, TaskId)>,
 }
@@ -173,13 +172,13 @@ impl Queue {
         }
     }
 
-    /// Adds a group without tasks. It is forgotten when its last task is over.
+    /// A new group. It is forgotten when its last task is done.
     pub fn add_group(&mut self) -> GroupId {
         self.next += 1;
         GroupId(self.next)
     }
 
-    /// Adds a new task, which is ready.
+    /// Adds a task, which is ready.
     pub fn add(&mut self, group: GroupId) -> TaskId {
         self.next += 1;
         let id = TaskId(self.next);
@@ -187,14 +186,14 @@ impl Queue {
         id
     }
 
-    /// The same under a number of the caller's, in a group of the caller's.
+    /// Adds a task under the caller's IDs; it is ready.
     pub fn add_as(&mut self, id: TaskId, group: GroupId) {
         self.tasks.insert(id, Task { group, state: State::Idle });
         self.groups.entry(group).or_default().tasks += 1;
         self.notify(id);
     }
 
-    /// Forgets a task that does not run. Returns what its group owes if that was the last one it had.
+    /// Removes a task that does not run. Returns the debt of its group if it was the group's last task.
     pub fn remove(&mut self, id: TaskId) -> Duration {
         let Some(task) = self.tasks.remove(&id) else { return Duration::ZERO };
         let group = self.groups.get_mut(&task.group).expect("it has a task");
@@ -217,14 +216,14 @@ impl Queue {
         Duration::from_nanos(owed)
     }
 
-    /// A group with a task owes this much from elsewhere.
+    /// Adds to a group's debt, which it brings from another queue.
     pub fn owe(&mut self, group: GroupId, owed: Duration) {
         if let Some(group) = self.groups.get_mut(&group) {
             group.charge(owed);
         }
     }
 
-    /// There is something to do for a task. Returns whether that made it ready. A task that is over is not notified.
+    /// Notifies a task. Returns whether that made it ready. No effect if it is done.
     pub fn notify(&mut self, id: TaskId) -> bool {
         let Some(task) = self.tasks.get_mut(&id) else { return false };
         match task.state {
@@ -250,7 +249,7 @@ impl Queue {
         known.ready.push_back(id);
     }
 
-    /// Takes the task that is to run now; it runs until [`Queue::ran`].
+    /// Takes the task whose turn it is; it runs until [`Queue::ran`].
     pub fn take(&mut self, now: Instant) -> Option<TaskId> {
         self.fire(now);
         loop {
@@ -274,7 +273,6 @@ impl Queue {
         }
     }
 
-    /// Makes tasks ready whose time has come.
     fn fire(&mut self, now: Instant) {
         while let Some((at, id)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.remove(&(at, id));
@@ -285,14 +283,14 @@ impl Queue {
         }
     }
 
-    /// A task ran, and is charged this much.
+    /// Ends a run, which is charged with `spent`.
     pub fn ran(&mut self, id: TaskId, spent: Duration, next: Next) {
         let task = self.tasks.get_mut(&id).expect("it ran");
         let group = task.group;
         let known = self.groups.get_mut(&group).expect("it has a task");
         known.charge(spent);
         if known.ready.is_empty() {
-            // A group with nothing to do saves no credit.
+            // A group without ready tasks saves no credit.
             known.credit = known.credit.min(self.quantum);
         }
         let notified = task.state == State::Running { notified: true };
@@ -311,7 +309,7 @@ impl Queue {
             Next::Idle if !notified => task.state = State::Idle,
             _ => {
                 task.state = State::Ready;
-                // With credit left, its only task has the rest of its turn.
+                // With credit left, the only task of a group has the rest of its turn.
                 let keeps_turn = known.ready.is_empty() && known.credit > 0;
                 self.make_ready(id, group);
                 if keeps_turn {
@@ -322,23 +320,23 @@ impl Queue {
         }
     }
 
-    /// Is any task ready? Tasks whose time has come are not counted before [`Queue::take`] was called.
+    /// Returns whether a task is ready. Timers that became due since [`Queue::take`] do not count.
     pub fn is_ready(&self) -> bool {
         !self.turns.is_empty()
     }
 
-    /// Is any task but this one ready?
+    /// Returns whether another task than this one is ready.
     pub fn is_ready_beside(&self, id: TaskId) -> bool {
         let ready = |group| self.groups.get(group).is_some_and(|group| group.ready.iter().any(|ready| *ready != id));
         self.turns.iter().any(ready)
     }
 
-    /// When the next task's time comes.
+    /// Time of the first timer.
     pub fn next_due(&self) -> Option<Instant> {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Tasks of a group that are not over.
+    /// Tasks of a group that are not done.
     pub fn of(&self, group: GroupId) -> Vec<TaskId> {
         if !self.groups.contains_key(&group) {
             return Vec::new();

@@ -1,28 +1,27 @@
-//! The trait of what serves a descriptor, and the result of a visit.
+//! The trait of servers of a descriptor, and the result of a visit.
 //!
-//! Before: [`super::servers::Servers::add`] is given one. After: a worker visits it whenever there is input; what a
-//! visit returns tells `set` when it is visited again, where, and what it is charged.
-//! Threads: the worker that visits it, one at a time. Units: nanoseconds of visits. Promise: none; it is what `set`
-//! requires of others.
+//! Before: [`super::servers::Servers::add`] gets a server. After: a worker visits it whenever there is input; the
+//! result of a visit tells `set` when and where to visit it next, and what to charge.
+//! Threads: the worker that visits it, one at a time. Units: nanoseconds of visits.
 
 use std::time::{Duration, Instant};
 
 use super::queue::{Next, USUAL_SHARES, charge};
 
-/// What a group (a VM) is visited for at each turn, and how long one visit may begin new things: some ten faults.
+/// Quantum of a group (a VM), and time after which a visit must begin nothing new: some ten faults.
 pub const BATCH: Duration = Duration::from_micros(100);
 
 /// Serves a descriptor.
 pub trait Serve: Send {
-    /// There is input, or it was notified, or the time has come that it asked for. `now` is the present time; anything
-    /// begun after `until` delays others.
+    /// Visits it: there is input, it was notified, or its timer is due. `now` is the present time; work begun after
+    /// `until` delays others.
     fn serve(&mut self, now: Instant, until: Instant) -> After;
     /// A visit panicked, for the `times`th time. Returns whether it is to be visited again.
     fn panicked(&mut self, times: u32) -> bool;
-    /// It is not visited any more.
+    /// The visits have ended.
     fn end(&mut self);
-    /// Is it served by no worker of a CPU at any time, because a visit may wait for what its VMM sent, or is for no
-    /// fault? Then a visit that is stuck keeps no fault worker.
+    /// Returns whether it must never be served by a worker that is bound to a CPU, because a visit may wait for what
+    /// its VMM sent, or serves no fault. A visit that is stuck then blocks no fault worker.
     fn roams(&self) -> bool {
         false
     }
@@ -31,36 +30,30 @@ pub trait Serve: Send {
 /// The result of a visit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct After {
-    /// When it is visited again, if there is no input before.
     pub next: Next,
-    /// It waits for another thread, which may want this CPU.
+    /// It waits for another thread, which may need this CPU.
     pub is_eager: bool,
-    /// Where it prefers to be served.
     pub placement: Placement,
-    /// Its weight; a visit is charged in usual shares.
+    /// Weight of its group, by which the visit is charged.
     pub shares: u32,
 }
 
-/// Where a slot prefers to be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Where it is.
     Stay,
-    /// With the worker of this CPU.
     Cpu(usize),
-    /// With the worker that is on no CPU in particular.
+    /// The worker that is bound to no CPU.
     Roam,
-    /// With any worker that has nothing else to do.
+    /// Any worker without other work.
     Any,
 }
 
 impl After {
-    /// With this `next`, and the usual values of the rest.
     pub const fn next(next: Next) -> Self {
         Self { next, is_eager: false, placement: Placement::Stay, shares: USUAL_SHARES }
     }
 
-    /// The charge for a visit that took this long.
+    /// The charge for a visit of this length.
     pub fn charge(&self, spent: Duration) -> Duration {
         charge(spent, self.shares)
     }

@@ -1,19 +1,20 @@
-//! Servers: a worker per CPU for the descriptors of all VMs whose input a guest waits for, and one for messages of all
-//! clients. One VM cannot stop the others.
+//! Servers: a worker per CPU for the userfaultfds of all VMs, and one for messages of all clients. No VM can stop the
+//! others.
 //!
-//! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: the worker of the CPU where it is wanted
-//! visits it whenever there is input, until [`Served::close`].
+//! Before: [`Servers::add`] gets a descriptor with its [`Serve`]. After: a worker visits it whenever there is input,
+//! the worker of the preferred CPU if it has one, until [`Served::close`].
 //! Threads: a worker for each CPU of the process, pinned to it, from its first descriptor on; one that is pinned to
-//! none; one for each server that is stuck, or was in the last second; a watchdog. All of them go before guests.
-//! Promise: a server that is stuck (in a lock that its VMM holds, in a store) delays those that share its worker by
-//! [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another thread takes the rest. The same holds for
-//! a server that takes [`TOO_LONG`] without sleeping. A panic affects one server. A worker that real-time threads keep
-//! from its CPU may use other CPUs from then on. A worker that panics outside of a visit ends the process: the next
-//! engine serves all VMs, while a missing worker would serve no VM.
+//! none; one for each server that is stuck, or was in the last second; a watchdog. All have a higher priority than
+//! guests.
+//! Promise: a server that is stuck (in a lock that its VMM holds, in a store) delays those that share its worker by at
+//! most two [`TICK`]s: its thread stays with it alone, and another thread takes the rest. A server that runs for
+//! [`TOO_MANY_TICKS`] without sleeping is handled like that, too. A panic affects one server. A worker that real-time
+//! threads keep from its CPU may use other CPUs from then on. A worker that panics outside of a visit ends the process:
+//! the next engine then serves all VMs, while a missing worker would serve none.
 //!
-//! A thread that has taken long and sleeps in the kernel is stuck. A thread that waits for a CPU is not stuck until it
-//! has waited for [`TOO_LONG`], because another thread would only divide the CPU. A server that was stuck stays apart
-//! for [`CALM`] afterwards, with the same thread. So a server that is stuck again and again delays the others once.
+//! A thread that has run for long and sleeps in the kernel is stuck. One that waits for a CPU counts as stuck only
+//! after [`TOO_MANY_TICKS`], because another thread would only divide the CPU. A server that was stuck stays apart for
+//! [`CALM`], with its thread, so a server that keeps getting stuck delays the others once.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -32,73 +33,64 @@ use rustix::time::{
 
 use super::input::Input;
 use super::pool::blocking;
-use super::pool::watchdog::sleeps;
+use super::pool::watchdog::{QUIET_TICKS, sleeps};
 use super::queue::{GroupId, TaskId};
 use super::serve::{Placement, Serve};
 use super::set::{Notify, Set, Slot, Visit, Worker};
 
 pub(crate) mod stuck;
 
-/// Time between ticks of the watchdog while there are visits, and how long a visit must have taken to be checked.
+/// Time between checks of the watchdog while there are visits; length of a visit from which on it is checked.
 const TICK: Duration = Duration::from_millis(5);
-const LONG: Duration = Duration::from_millis(5);
-/// A visit that took this long is stuck even if it does not sleep: a real-time thread has its CPU, or the kernel takes
-/// that long (it drops a whole address space if a VMM is killed while we fill one of its pages).
-const TOO_LONG: Duration = Duration::from_millis(100);
-/// The same in ticks: if the host or the process slept, the watchdog slept, too.
-const TOO_MANY_TICKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
-/// Ticks without any visit after which the watchdog sleeps. The next visit arms its timer, which costs the fault served
-/// then some 2 us. Faults that follow each other sooner than this do not cost that.
-const QUIET_TICKS: u32 = 2;
-/// Time between searches for workers that get no CPU while there are visits, and how many searches must find one. A
-/// worker goes before guests, so only real-time threads keep one from its CPU for that long.
+/// A visit of this length is stuck even if it does not sleep: a real-time thread has its CPU, or the kernel takes that
+/// long (for example to drop an address space, if a VMM is killed while we fill one of its pages). It is counted in
+/// ticks: if the host or the process was suspended, the watchdog was, too.
+const TOO_MANY_TICKS: u32 = 20;
+/// Time between searches for workers that get no CPU although there is input, and searches in a row that must find one.
+/// Workers have a higher priority than guests, so only real-time threads keep one from its CPU for that long.
 const STARVED_EVERY: Duration = Duration::from_millis(100);
 const STARVED_TICKS: u32 = 2;
-/// How long the watchdog sleeps at most, for the same reason.
+/// Longest sleep of the watchdog, so that it makes those searches.
 const LONGEST_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// A server that was not stuck for this long rejoins the others; each time it is stuck again the time doubles, up to
-/// this power of 2.
+/// A server that was not stuck for this long rejoins the others; the time doubles each time, up to this power of 2.
 const CALM: Duration = Duration::from_secs(1);
 const MOST_DOUBLED: u32 = 8;
 
-/// See [`CALM`].
 fn calm_of(slot: &Slot) -> Duration {
     CALM * (1 << slot.times_stuck().saturating_sub(1).min(MOST_DOUBLED))
 }
 
-/// The servers. A copy has the same workers.
+/// The workers and their sets. A clone has the same workers.
 #[derive(Clone, Debug)]
 pub struct Servers(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// One for each CPU, then the one of no CPU in particular.
+    /// One for each CPU, then the one that is bound to none.
     sets: Vec<Arc<Set>>,
-    /// The CPUs of the process.
     all: Cpus,
     last: AtomicU64,
-    /// Held while threads are started; tells whether there is a watchdog.
+    /// Held while threads are started; true: there is a watchdog.
     starting: Mutex<bool>,
     /// The watchdog is awake, or its timer is armed.
     is_watched: AtomicBool,
-    /// Wakes the watchdog. It is a timer, because arming it wakes no thread while a fault waits.
+    /// Wakes the watchdog. A timer, because arming it wakes no thread while a fault waits.
     timer: OwnedFd,
     threads: AtomicU32,
 }
 
-/// A descriptor that is served, until it is closed.
+/// A descriptor that is served until it is closed.
 #[derive(Clone, Debug)]
 pub struct Served(Arc<Slot>);
 
 impl Served {
-    /// Ends the visits, except one that is under way. Does not wait for that.
+    /// Ends the visits, without waiting for one that is under way.
     pub fn close(&self) {
         self.0.close();
     }
 
-    /// From now on only the next input is followed by a visit, that which is there now included. A server whose other
-    /// side writes more often than it is read calls this each time that it has read all. A move to another thread ends
-    /// it.
+    /// Has only the next input cause a visit; input that is there counts. A server whose peer writes more often than it
+    /// is read calls this whenever it has read everything. A move to another worker ends it.
     ///
     /// # Errors
     /// The kernel does not watch its descriptor.
@@ -107,19 +99,19 @@ impl Served {
         place.as_ref().map_or(Ok(()), |set| set.listen(&self.0, Input::add_once))
     }
 
-    /// Is no visit under way, and none to come?
+    /// Returns whether no visit is under way, and none will come.
     pub fn is_over(&self) -> bool {
         self.0.is_over()
     }
 
-    /// Waits until that is so. It must have been closed.
+    /// Waits until [`Served::is_over`]. It must have been closed.
     pub fn wait(&self) {
         if !self.is_over() {
             blocking(|| self.0.wait(None));
         }
     }
 
-    /// The same until this time at most.
+    /// Like [`Served::wait`], until this time at most.
     pub fn wait_until(&self, until: Instant) {
         if !self.is_over() {
             blocking(|| self.0.wait(Some(until)));
@@ -127,15 +119,15 @@ impl Served {
     }
 }
 
-/// Does this; if it panics, ends the process.
+/// Calls `work`, and ends the process if it panics.
 fn or_end(work: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(work)).is_err() {
-        tracing::error!("The threads that serve faults cannot go on");
+        tracing::error!("The threads that serve faults have failed");
         std::process::exit(101);
     }
 }
 
-/// Counts a thread while it lives.
+/// Guard: counts a thread.
 struct Counted(Servers);
 
 impl Drop for Counted {
@@ -160,12 +152,12 @@ impl Servers {
         Ok(SERVERS.get_or_init(|| servers).clone())
     }
 
-    /// Other servers, on the same CPUs.
+    /// Separate servers, on the same CPUs.
     ///
     /// # Errors
-    /// The kernel gives no descriptors, or does not name the CPUs.
+    /// The kernel gives no descriptors, or does not list the CPUs.
     pub fn new() -> io::Result<Self> {
-        // The CPUs of the whole process: its first thread is not pinned.
+        // The first thread of the process is not pinned.
         let all = Cpus::of(std::process::id())?;
         let sets = all.iter().map(Some).chain([None]).map(|cpu| Set::new(cpu, false)).collect::<io::Result<_>>()?;
         Ok(Self(Arc::new(Shared {
@@ -179,10 +171,10 @@ impl Servers {
         })))
     }
 
-    /// Serves this descriptor; the argument of `server` notifies it.
+    /// Serves a descriptor. `server` makes its server, from a handle that notifies it.
     ///
     /// # Errors
-    /// The kernel does not watch such a descriptor, or gives no thread.
+    /// The kernel does not watch this descriptor, or cannot start a thread.
     pub fn add(
         &self,
         group: GroupId,
@@ -197,18 +189,18 @@ impl Servers {
         Ok(Served(slot))
     }
 
-    /// Threads that it has now, without the watchdog.
+    /// Number of threads, without the watchdog.
     pub fn threads(&self) -> u32 {
         self.0.threads.load(Ordering::Acquire)
     }
 
-    /// The set for a slot that is new, or that was stuck: of those where it may be served, the one with the fewest.
+    /// The set for a slot that is new, or that was stuck: the one with the fewest slots.
     fn home(&self, slot: &Slot) -> &Arc<Set> {
         let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
         cpus.iter().filter(|_| !slot.roams).min_by_key(|set| set.len()).unwrap_or(roaming)
     }
 
-    /// The set for a slot of this set that has this placement.
+    /// The set to move a slot to, for this placement.
     fn target(&self, set: &Arc<Set>, slot: &Slot, placement: Placement) -> Option<&Arc<Set>> {
         let (roaming, cpus) = self.0.sets.split_last().filter(|_| !slot.roams)?;
         let to = match placement {
@@ -221,7 +213,7 @@ impl Servers {
         to.filter(|to| !set.is_apart && !Arc::ptr_eq(to, set))
     }
 
-    /// Has a worker for this set, and a watchdog.
+    /// Starts a worker for this set, and the watchdog, unless they exist.
     fn start(&self, set: &Arc<Set>) -> io::Result<()> {
         let mut has_watchdog = self.0.starting.lock().expect("no panic while held");
         if !*has_watchdog {
@@ -238,7 +230,7 @@ impl Servers {
         Ok(())
     }
 
-    /// Starts a thread for this set. It begins when it is told to, and ends if it is not.
+    /// Starts a thread for this set. It begins after a message on the channel, and ends if the channel is closed.
     fn spawn(&self, set: &Arc<Set>) -> io::Result<(Arc<Worker>, Sender<()>)> {
         let worker = Arc::new(Worker { number: AtomicU32::new(0), set: Mutex::new(set.clone()) });
         let (begin, told): (_, Receiver<()>) = mpsc::channel();
@@ -257,11 +249,10 @@ impl Servers {
         Ok((worker, begin))
     }
 
-    /// Visits slots, as a worker.
     fn work(&self, me: &Arc<Worker>) {
         let mut set = me.set.lock().expect("no panic while held").clone();
         if let Some(cpu) = set.cpu {
-            // Not permitted to: then it is where the scheduler puts it.
+            // Without permission, the worker runs where the scheduler puts it.
             let _ = Cpus::only(cpu).hold(0);
         }
         let mut events = Vec::with_capacity(64);
@@ -285,9 +276,9 @@ impl Servers {
                 std::thread::yield_now();
             }
             if let Err(error) = set.wait(&mut events, now, at_most) {
-                // Of a descriptor of our own, which is open.
+                // An error of our own epoll set, which is open.
                 tracing::error!("Waiting for faults: {error}");
-                std::thread::sleep(LONG);
+                std::thread::sleep(TICK);
             }
             now = Instant::now();
             let Some(slot) = set.begin(&events, now) else { continue };
@@ -297,7 +288,7 @@ impl Servers {
             let after = slot.visit(now);
             let begun = std::mem::replace(&mut now, Instant::now());
             let spent = now.saturating_duration_since(begun);
-            if spent >= LONG {
+            if spent >= TICK {
                 stuck = now;
             }
             set = me.book(set, &slot, spent, &after);
@@ -305,13 +296,13 @@ impl Servers {
             if let Some(to) = self.target(&set, &slot, after.placement)
                 && let Err(error) = self.start(to).and_then(|()| slot.relocate(&set, to))
             {
-                // It is served where it is.
+                // It stays with this worker.
                 tracing::debug!("Moving a userfaultfd to another worker: {error}");
             }
         }
     }
 
-    /// A slot that was apart rejoins the others, if it is time; returns whether it did.
+    /// Moves a slot back from a set apart. Returns whether it was moved.
     fn bring_home(&self, slot: &Arc<Slot>, from: &Arc<Set>) -> bool {
         let to = self.home(slot);
         let moved = self.start(to).and_then(|()| slot.relocate(from, to));
@@ -321,17 +312,17 @@ impl Servers {
         })
     }
 
-    /// The watchdog checks a tick from now.
+    /// Has the watchdog check after a tick.
     fn arm_watchdog(&self) {
         if !self.0.is_watched.swap(true, Ordering::SeqCst) {
             let tick = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
             let once = Itimerspec { it_interval: Timespec::default(), it_value: tick };
-            // The timer is our own. If this fails, the watchdog checks within `LONGEST_SLEEP`.
+            // If arming our own timer fails, the watchdog checks within `LONGEST_SLEEP`.
             let _ = timerfd_settime(&self.0.timer, TimerfdTimerFlags::empty(), &once);
         }
     }
 
-    /// Sleeps until the timer has fired, or for [`LONGEST_SLEEP`]. Returns whether it has.
+    /// Sleeps until the timer has fired, or for [`LONGEST_SLEEP`]. Returns whether it has fired.
     fn sleep_as_watchdog(&self) -> bool {
         let mut fds = [PollFd::new(&self.0.timer, PollFlags::IN)];
         let _ = poll(&mut fds, Some(&LONGEST_SLEEP));
@@ -339,7 +330,7 @@ impl Servers {
         rustix::io::read(&self.0.timer, &mut fired).is_ok()
     }
 
-    /// Looks for workers that are stuck, or get no CPU.
+    /// Searches for workers that are stuck or get no CPU.
     fn watch(self) {
         run_first();
         let mut seen = vec![(0, 0); self.0.sets.len()];
@@ -347,8 +338,9 @@ impl Servers {
         let (mut quiet, mut looked, mut may_starve) = (0, Instant::now(), false);
         loop {
             if quiet > QUIET_TICKS && !may_starve {
-                // A thread that begins a visit does so under its set's lock, then looks here; we do both in the
-                // opposite order.
+                // The next visit arms its timer, which costs the fault served then some 2 us.
+                // This thread clears the flag and then checks the sets; a thread that begins a visit does so under its
+                // set's lock, and then reads the flag. So one of the two sees the other.
                 self.0.is_watched.store(false, Ordering::SeqCst);
                 let visited = self.check(&mut seen) || self.sleep_as_watchdog() && self.check(&mut seen);
                 self.0.is_watched.store(true, Ordering::SeqCst);
@@ -359,7 +351,8 @@ impl Servers {
                 std::thread::sleep(TICK);
                 quiet = if self.check(&mut seen) { 0 } else { quiet + 1 };
             }
-            // By the clock: visits on one CPU wake it or keep it awake, whatever happens to another CPU's worker.
+            // By the clock: visits on one CPU wake or keep awake the watchdog, whatever happens to another CPU's
+            // worker.
             if looked.elapsed() >= STARVED_EVERY {
                 looked = Instant::now();
                 may_starve = self.find_starved(&mut starved);
@@ -367,8 +360,8 @@ impl Servers {
         }
     }
 
-    /// Lets workers go anywhere if others have their CPUs. `starved`: visits and ticks so far, of each set. Returns
-    /// whether one may be starved.
+    /// Unpins workers that get no time on their CPUs. `starved`: visits and ticks so far, for each set. Returns whether
+    /// a worker may be starved.
     fn find_starved(&self, starved: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, starved) in self.0.sets.iter().zip(starved) {
@@ -386,7 +379,7 @@ impl Servers {
         any
     }
 
-    /// From now on it runs where the scheduler puts it.
+    /// Lets a worker run on any CPU of the process.
     fn unpin(&self, worker: &Worker) {
         let number = worker.number.load(Ordering::Acquire);
         if number != 0 {
@@ -394,15 +387,15 @@ impl Servers {
         }
     }
 
-    /// Checks all sets once. `seen`: visits so far, and ticks that found the same one, of each set. Returns whether
-    /// there was any visit since the last check.
+    /// Checks all sets once. `seen`: for each set, visits so far, and ticks that found the same visit. Returns whether
+    /// there was a visit since the last check.
     fn check(&self, seen: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, seen) in self.0.sets.iter().zip(seen) {
             let (visits, visit) = set.current_visit();
             any |= visits != seen.0 || visit.is_some();
             *seen = (visits, if visits == seen.0 && visit.is_some() { seen.1 + 1 } else { 0 });
-            let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };
+            let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= TICK) else { continue };
             if (seen.1 >= TOO_MANY_TICKS || sleeps(worker.number.load(Ordering::Acquire)))
                 && let Err(error) = self.replace(set, &visit, &worker)
             {
@@ -412,16 +405,16 @@ impl Servers {
         any
     }
 
-    /// The worker of this set is stuck in this visit: it stays with that slot, and another worker takes the set.
+    /// The worker of this set is stuck in this visit: it stays with the visited slot, and another worker takes the set.
     fn replace(&self, set: &Arc<Set>, visit: &Visit, stuck: &Worker) -> io::Result<()> {
         let apart = Set::new(None, true)?;
-        // The new thread waits until it is told, and ends if the visit is over.
+        // The new thread ends if the visit has ended.
         let (worker, begin) = self.spawn(set)?;
         if !visit.slot.part(set, visit, &apart, &worker)? {
             return Ok(());
         }
         let _ = begin.send(());
-        // Its CPU has another worker.
+        // Its CPU has another worker now.
         self.unpin(stuck);
         Ok(())
     }

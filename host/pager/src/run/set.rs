@@ -1,23 +1,25 @@
 //! A set: descriptors that one thread at a time waits for and serves, in turns.
 //!
-//! Before: [`super::servers`] puts a descriptor into the set of a CPU. After: each time there is input its [`Serve`] is
-//! visited, one visit at a time, until it is over. Threads: the set's worker waits and visits; any may notify, move and
-//! close. Units: nanoseconds of visits, as the queue counts them.
-//! Promise: one thread at a time visits a slot, whatever happens to that thread, and no input and no notification is
+//! Before: [`super::servers`] puts a descriptor into the set of a CPU. After: each input is followed by a visit of its
+//! [`Serve`], one visit at a time, until it is closed.
+//! Threads: the set's worker waits and visits; any may notify, move and close. Units: nanoseconds of visits, as the
+//! queue counts them.
+//! Promise: at most one thread visits a slot, whatever happens to that thread, and no input and no notification is
 //! lost.
 //!
-//! Who has a slot: *place* is the set that the slot names, which changes under the slot's own lock.
+//! Owner of a slot: its *place* is the set that the slot names, which changes under the slot's lock.
 //!
-//! | Slot is | Place | In that set it is | Then |
+//! | State | Place | In that set | Rights |
 //! |---|---|---|---|
 //! | idle, due later, ready | its set | in slots and queue | its worker visits or moves it, any notifies or closes it |
-//! | visited | its set | the visit | its worker alone has the server; others leave a word: notified, closing |
-//! | stuck | a set apart | the visit | the same; the thread went with it, the set it was in has another |
-//! | moved | the other set | ready | both epoll sets had it; one visit finds what came in between |
-//! | being closed | as before | in neither | who took it out ends it |
-//! | over | none | | nobody has it |
+//! | visited | its set | the visit | only its worker has the server; others leave a flag: notified, closing |
+//! | stuck | a set apart | the visit | as visited; its thread went with it, and its former set has another |
+//! | moved | the other set | ready | both epoll sets had it; one visit handles input of that time |
+//! | being closed | as before | in neither | the thread that took it out ends it |
+//! | over | none | | none |
 //!
-//! Locks: the place of a slot, then one set, or its descriptor. None is held while a server is visited or ended.
+//! Lock order: the place of a slot; then one set, or its descriptor. No lock is held while a server is visited or
+//! ended.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -32,20 +34,18 @@ use super::input::Input;
 use super::queue::{ById, GroupId, Next, Queue, TaskId};
 use super::serve::{After, BATCH, Serve};
 
-/// A descriptor and its server.
 pub(super) struct Slot {
     id: TaskId,
     group: GroupId,
-    /// `None` when it is over: a thread that still looks at the slot must not be the last to close it.
+    /// `None` when it is over: a thread that still has the slot must not be the one that closes the descriptor.
     fd: Mutex<Option<Arc<dyn AsFd + Send + Sync>>>,
-    /// How often it was stuck.
     pub stuck: AtomicU32,
-    /// How often it panicked. `None` when it is over.
+    /// The server, `None` when it is over, and the number of its panics.
     server: Mutex<(Option<Box<dyn Serve>>, u32)>,
     place: Mutex<Option<Arc<Set>>>,
-    /// Notified when the place is none.
+    /// Notified when `place` becomes `None`.
     over: Condvar,
-    /// The thread that visits it now is to end it.
+    /// The thread that visits it must end it.
     is_closing: AtomicBool,
     pub roams: bool,
 }
@@ -56,12 +56,12 @@ impl std::fmt::Debug for Slot {
     }
 }
 
-/// A slot that may be over.
+/// Notifies a slot, which may be over.
 #[derive(Clone, Debug)]
 pub struct Notify(Weak<Slot>);
 
 impl Notify {
-    /// Has it visited soon, or once more if it is visited now. Never waits for a visit.
+    /// Has the slot visited soon, or once more if it is being visited. Never waits for a visit.
     pub fn notify(&self) {
         let Some(slot) = self.0.upgrade() else { return };
         let place = slot.place();
@@ -70,10 +70,10 @@ impl Notify {
         }
     }
 
-    /// Has it visited when this descriptor has input next, unless it is in another set by then.
+    /// Has the slot visited at the next input of this descriptor, unless it has moved to another set by then.
     ///
     /// # Errors
-    /// The kernel does not watch such a descriptor.
+    /// The kernel does not watch this descriptor.
     pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let Some(slot) = self.0.upgrade() else { return Ok(()) };
         let set = slot.place().clone();
@@ -81,23 +81,21 @@ impl Notify {
     }
 }
 
-/// A thread that works on a set.
 #[derive(Debug)]
 pub(super) struct Worker {
-    /// As the kernel numbers it; 0 at its very start.
+    /// Thread ID; 0 at its start.
     pub number: AtomicU32,
-    /// The set it works on. Changes under the lock of the set that it leaves.
+    /// The set that it serves. Changes under the lock of the set that it leaves.
     pub set: Mutex<Arc<Set>>,
 }
 
-/// A set.
 #[derive(Debug)]
 pub(super) struct Set {
-    /// Its CPU; `None`: no CPU in particular.
+    /// The CPU of its worker; `None`: the worker is bound to no CPU.
     pub cpu: Option<usize>,
-    /// It has one slot, whose server was stuck recently.
+    /// It has only one slot, whose server was stuck recently.
     pub is_apart: bool,
-    /// Whether its worker waits changes under the lock.
+    /// Its flag of the worker that waits changes under the lock.
     input: Input,
     inner: Mutex<Inner>,
 }
@@ -106,20 +104,15 @@ pub(super) struct Set {
 pub(super) struct Inner {
     queue: Queue,
     slots: ById<TaskId, Arc<Slot>>,
-    /// The worker that serves it, if there is one.
     pub worker: Option<Arc<Worker>>,
-    /// What its worker does now.
     pub visit: Option<Visit>,
-    /// Visits so far.
     visits: u64,
 }
 
-/// A slot is visited.
 #[derive(Clone, Debug)]
 pub(super) struct Visit {
     pub slot: Arc<Slot>,
     pub since: Instant,
-    /// Tells it from any other visit of the set.
     number: u64,
 }
 
@@ -147,22 +140,19 @@ impl Slot {
         })
     }
 
-    /// The set that it is in.
     pub fn place(&self) -> MutexGuard<'_, Option<Arc<Set>>> {
         self.place.lock().expect("no panic while held")
     }
 
-    /// How often it was stuck so far.
     pub fn times_stuck(&self) -> u32 {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// Is it over?
     pub fn is_over(&self) -> bool {
         self.place().is_none()
     }
 
-    /// Wait until it is over, or until this time.
+    /// Waits until it is over, or until this time.
     pub fn wait(&self, until: Option<Instant>) {
         let is_placed = |place: &mut Option<Arc<Set>>| place.is_some();
         let place = self.place();
@@ -172,7 +162,6 @@ impl Slot {
         }
     }
 
-    /// Puts it into its first set.
     pub fn enter(self: &Arc<Self>, set: &Arc<Set>) -> io::Result<()> {
         let mut place = self.place();
         set.listen(self, Input::add)?;
@@ -181,7 +170,6 @@ impl Slot {
         Ok(())
     }
 
-    /// Visits it, as the worker of its set.
     pub fn visit(&self, now: Instant) -> After {
         let mut server = self.server.lock().expect("no panic while held");
         let (Some(server), panics) = &mut *server else { return After::next(Next::Done) };
@@ -189,12 +177,12 @@ impl Slot {
             return after;
         }
         *panics += 1;
-        // Its reaction to the panic may panic as well.
+        // `panicked` may panic as well.
         let goes_on = catch_unwind(AssertUnwindSafe(|| server.panicked(*panics))).unwrap_or(false);
         After::next(if goes_on { Next::Again } else { Next::Done })
     }
 
-    /// Moves it, as the worker of the set it is in, outside of visits. Returns whether it was moved.
+    /// Moves it, as the worker of its set, outside of visits. Returns whether it was moved.
     pub fn relocate(self: &Arc<Self>, from: &Arc<Set>, to: &Arc<Set>) -> io::Result<bool> {
         let mut place = self.place();
         if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
@@ -212,8 +200,8 @@ impl Slot {
         Ok(true)
     }
 
-    /// If its worker is still stuck in this visit of `from`, `to`, a new set, takes over the slot and that worker, and
-    /// `from` gets another worker. Returns whether it was stuck.
+    /// If its worker is still stuck in this visit of `from`, moves the slot and that worker to the new set `to`, and
+    /// makes `other` the worker of `from`. Returns whether it was stuck.
     pub fn part(
         self: &Arc<Self>,
         from: &Arc<Set>,
@@ -237,7 +225,7 @@ impl Slot {
             apart.queue.add_as(self.id, self.group);
             let taken = apart.queue.take(Instant::now());
             debug_assert_eq!(taken, Some(self.id), "it is alone there");
-            // Another thread may have done it meanwhile.
+            // It may have been notified during the visit.
             apart.queue.notify(self.id);
             apart.slots.insert(self.id, self.clone());
             apart.visit = Some(visit.clone());
@@ -252,7 +240,7 @@ impl Slot {
         Ok(true)
     }
 
-    /// Ends it: at once, unless it is visited; then at the end of that visit.
+    /// Closes it: it ends at once, or at the end of the visit under way.
     pub fn close(&self) {
         let place = self.place();
         let Some(set) = place.clone() else { return };
@@ -261,7 +249,7 @@ impl Slot {
             self.is_closing.store(true, Ordering::Release);
             return;
         }
-        // The thread that took it out ends it.
+        // Another thread took it out, and ends it.
         if inner.slots.remove(&self.id).is_none() {
             return;
         }
@@ -279,7 +267,7 @@ impl Slot {
     fn end(&self, set: &Set) {
         set.unlisten(self);
         let server = self.server.lock().expect("no panic while held").0.take();
-        // Dropping it may panic as well.
+        // Dropping the server may panic as well.
         let ended = catch_unwind(AssertUnwindSafe(|| {
             if let Some(mut server) = server {
                 server.end();
@@ -288,12 +276,12 @@ impl Slot {
         if ended.is_err() {
             tracing::error!("ending a server panicked");
         }
-        // With the place locked: a thread that moves it meanwhile takes it out of the other epoll set first. If one
-        // stayed there, the same descriptor could not be served again.
+        // Under the lock of the place: a thread that is moving the slot first removes it from the other epoll set. If
+        // the descriptor stayed there, it could not be served again.
         let place = self.place();
         let fd = self.fd.lock().expect("no panic while held").take();
         drop(place);
-        // Before any thread that waits for the end goes on and closes its own descriptor.
+        // Dropped before a thread that waits for the end continues, and closes its own descriptor.
         drop(fd);
         *self.place() = None;
         self.over.notify_all();
@@ -301,7 +289,6 @@ impl Slot {
 }
 
 impl Set {
-    /// An empty set, without a worker.
     pub fn new(cpu: Option<usize>, is_apart: bool) -> io::Result<Arc<Self>> {
         let inner = Inner { queue: Queue::new(BATCH), slots: ById::default(), worker: None, visit: None, visits: 0 };
         Ok(Arc::new(Self { cpu, is_apart, input: Input::new()?, inner: Mutex::new(inner) }))
@@ -311,7 +298,7 @@ impl Set {
         self.inner.lock().expect("no panic while held")
     }
 
-    /// Listens to a slot whose place is locked, by this function of [`Input`].
+    /// Listens to a slot by a function of [`Input`]. The caller holds the lock of its place.
     pub fn listen(&self, slot: &Slot, add: fn(&Input, BorrowedFd<'_>, u64) -> io::Result<()>) -> io::Result<()> {
         let fd = slot.fd.lock().expect("no panic while held");
         let fd = fd.as_ref().ok_or(io::ErrorKind::NotFound)?;
@@ -320,12 +307,12 @@ impl Set {
 
     fn unlisten(&self, slot: &Slot) {
         if let Some(fd) = &*slot.fd.lock().expect("no panic while held") {
-            // A slot that is not known to the set is not visited, even if it stayed there.
+            // After a failure the event of an unknown slot causes no visit.
             self.input.remove((**fd).as_fd());
         }
     }
 
-    /// Makes it ready here. Its group owes this much from where it was. Its place is locked.
+    /// Makes a slot ready here, with the debt of its group. The caller holds the lock of its place.
     fn take_in(&self, slot: &Arc<Slot>, owed: Duration) {
         let mut inner = self.lock();
         inner.slots.insert(slot.id, slot.clone());
@@ -334,7 +321,8 @@ impl Set {
         self.wake();
     }
 
-    /// Takes it out. Returns what its group owes, if it was here. It is not visited now, and its place is locked.
+    /// Takes a slot out that is not being visited. Returns the debt of its group, if the slot was here. The caller
+    /// holds the lock of its place.
     fn let_go(&self, slot: &Slot) -> Option<Duration> {
         let mut inner = self.lock();
         let owed = inner.queue.remove(slot.id);
@@ -347,50 +335,46 @@ impl Set {
         }
     }
 
-    /// There is something to do, or to leave.
+    /// Wakes the worker: there is work, or a reason to end.
     pub fn wake(&self) {
         self.input.wake();
     }
 
-    /// Ends its worker: the set and the worker would keep each other for ever.
+    /// Its worker ends. The set must drop it, because they refer to each other.
     pub fn is_left(&self) {
         self.lock().worker = None;
     }
 
-    /// Does its worker wait?
     pub fn is_idle(&self) -> bool {
         self.input.is_waiting()
     }
 
-    /// How many slots it has.
     pub fn len(&self) -> usize {
         self.lock().slots.len()
     }
 
-    /// Any of its slots.
     pub fn any(&self) -> Option<Arc<Slot>> {
         self.lock().slots.values().next().cloned()
     }
 
-    /// Do others wait for their turn here?
     pub fn is_crowded_for(&self, slot: &Slot) -> bool {
         self.lock().queue.is_ready_beside(slot.id)
     }
 
-    /// Visits so far, and the one that is under way, with its worker.
+    /// Number of visits so far; the visit under way, with its worker.
     pub fn current_visit(&self) -> (u64, Option<(Visit, Arc<Worker>)>) {
         let inner = self.lock();
         (inner.visits, inner.visit.clone().zip(inner.worker.clone()))
     }
 
-    /// Visits so far, if there is something to do and nobody does it; and the worker that should.
+    /// If there is work and no visit is under way: the number of visits so far, and the worker.
     pub fn waits(&self) -> Option<(u64, Arc<Worker>)> {
         let inner = self.lock();
         let worker = inner.worker.clone().filter(|_| inner.visit.is_none() && !inner.slots.is_empty())?;
         (inner.queue.is_ready() || self.input.is_there()).then_some((inner.visits, worker))
     }
 
-    /// Waits for something to do, for its worker. `at_most`: the longest wait.
+    /// Waits for work, as its worker. `at_most`: the longest wait.
     pub fn wait(&self, events: &mut Vec<Event>, now: Instant, at_most: Option<Duration>) -> io::Result<()> {
         let pause = {
             let inner = self.lock();
@@ -398,7 +382,7 @@ impl Set {
             match inner.queue.is_ready() || self.is_apart && inner.slots.is_empty() {
                 true => Some(Duration::ZERO),
                 false => {
-                    // With the lock: a thread that adds or takes something from now on wakes us.
+                    // The lock is held, so a thread that adds or removes work from now on wakes this one.
                     self.input.begin_wait();
                     due.into_iter().chain(at_most).min()
                 }
@@ -407,7 +391,7 @@ impl Set {
         self.input.wait(events, pause)
     }
 
-    /// Begins the next visit, after these events.
+    /// Handles these events, and begins the next visit.
     pub fn begin(&self, events: &[Event], now: Instant) -> Option<Arc<Slot>> {
         let mut inner = self.lock();
         self.input.end_wait();
@@ -424,8 +408,8 @@ impl Set {
 }
 
 impl Worker {
-    /// The slot's visit, begun in `set`, is over and took this long. Returns the set that the worker works on now:
-    /// another one if it was stuck.
+    /// Ends a slot's visit, which began in `set` and took `spent`. Returns the set that this worker serves now: another
+    /// one if it was stuck.
     pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, after: &After) -> Arc<Set> {
         loop {
             let mut inner = set.lock();

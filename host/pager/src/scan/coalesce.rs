@@ -1,13 +1,14 @@
-//! Coalesce: maps a 2 MiB unit huge again that was mapped huge before, once all its pages are back.
+//! Coalesce: maps a 2 MiB unit huge again that was mapped huge before, once all its pages are resident.
 //!
-//! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one entry maps the unit.
-//! Threads: one task per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
-//! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident,
-//! or with a hole, is left alone; `unit.rs` says why no byte can be lost. It uses [`SHARE`] of one CPU at most.
+//! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one PMD maps the unit.
+//! Threads: one task per VM. A fault on the unit that is being mapped is put aside until it is mapped; no other fault
+//! waits. Units: 512 pages, aligned in the file and in a view's addresses.
+//! Promise: a unit with a hole, or with a page that is not Resident, is left alone; `unit.rs` says why no byte can be
+//! lost. It uses at most 1/[`SHARE`] of one CPU.
 //!
-//! While each of them lacks a page it rests, and a page that becomes resident notifies it: an idle VM costs no passes.
-//! It looks only at units that were mapped huge before. Where there were no huge pages, making them is not our
-//! decision; and a page that was punched out of a huge page has split it, so that joining it again copies 2 MiB.
+//! While each broken unit lacks a page, the worker rests, and a page that becomes resident notifies it: an idle VM
+//! costs no passes. Only units that were mapped huge before are candidates. Where there were no huge pages, making them
+//! is not our decision; and a page punched out of a huge page has split it, so that collapsing it copies 2 MiB.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,38 +19,34 @@ use ballast_sys::remote::Collapsed;
 
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::account::SHARE;
 use crate::vm::huge::unit_addr;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
-use crate::vm::units::pages_of;
 use ballast_page::page_state::State;
 
-/// Collapsing takes at most 1/N of the time.
-const SHARE: u32 = 20;
-/// It looks this many times as rarely while no broken unit is resident, unless a page becomes resident. So a missed
+/// Passes are this many times as rare while no broken unit is resident, unless a page becomes resident. A missed
 /// notification, or memory that comes in without a fault, delays a unit by some seconds.
 const RARELY: u32 = 16;
-/// Pause after the host had no huge page.
+/// Pause when the host has no free huge page.
 const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
 
-/// Maps a VM's units huge again.
 #[derive(Debug)]
 pub(crate) struct CoalesceWorker {
     vm: Arc<Vm>,
-    /// Where the pass under way continues: region and unit.
+    /// Start of the next part of the pass: region and unit.
     at: (u32, u64),
     begun: bool,
-    /// The last pass had no broken unit that is resident.
+    /// In the last pass, no broken unit was resident.
     rests: bool,
 }
 
 impl CoalesceWorker {
-    /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, at: (0, 0), begun: false, rests: false }
     }
 
-    /// Maps the next unit that can be mapped huge; returns when to look for another one.
+    /// Collapses the next unit that can be mapped huge; returns when to look for another one.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_stopping() {
@@ -67,7 +64,7 @@ impl CoalesceWorker {
         if let Ok(Passed::AllAway) = passed {
             vm.mail.rest_coalesce(true);
             self.at = (0, 0);
-            // Once more, for a page that became resident just before.
+            // A second pass, for a page that became resident just before the first.
             passed = pass(vm, &mut self.at);
             self.rests = matches!(passed, Ok(Passed::AllAway));
             vm.mail.rest_coalesce(self.rests);
@@ -75,9 +72,9 @@ impl CoalesceWorker {
         if matches!(passed, Ok(Passed::Later | Passed::AllAway)) {
             self.at = (0, 0);
         }
-        // After a failure the next pass begins behind its unit: others may succeed.
+        // After a failure the next pass begins behind that unit, because others may succeed.
         let pause = match passed {
-            // Its share of a CPU.
+            // Keeps to the share of a CPU.
             Ok(Passed::Tried(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
             Ok(Passed::Later) => every,
             Ok(Passed::AllAway) => every * RARELY,
@@ -91,23 +88,21 @@ impl CoalesceWorker {
     }
 }
 
-/// How far a pass came.
 enum Passed {
-    /// One unit was tried, which took this long. The place after it is where the next pass begins.
+    /// One unit was tried, for this time. The next pass begins behind it.
     Tried(Duration),
-    /// To the end. A broken unit is resident, and may be mapped huge soon.
+    /// All units were checked. A broken unit is resident, and may be mapped huge soon.
     Later,
-    /// To the end. There is no broken unit, or each lacks a page.
+    /// All units were checked. Each broken unit lacks a page.
     AllAway,
 }
 
-/// Why a pass ended early.
 enum Stopped {
     NoMemory,
     Failed(std::io::Error),
 }
 
-/// Looks at units from this place on, until one was tried.
+/// Checks units from this place on, until one was tried.
 fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Passed, Stopped> {
     let mut end = if *at == (0, 0) { Passed::AllAway } else { Passed::Later };
     for region in vm.regions().iter().skip(at.0 as usize) {
@@ -134,22 +129,22 @@ fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Passed, Stopped> {
                 Some(Collapsed::NoMemory) => return Err(Stopped::NoMemory),
                 _ => {}
             }
-            // CPU time: on a busy host the wait for a CPU is no cost of this.
+            // CPU time: waiting for a CPU on a busy host is no cost of coalescing.
             return Ok(Passed::Tried(cpu_time().saturating_sub(before)));
         }
     }
     Ok(end)
 }
 
-/// Returns whether all words of a unit are Resident, so that every page of it is the guest's.
+/// Returns whether all words of a unit are Resident, so that each of its pages is the guest's.
 pub(crate) fn is_resident(region: &Region, unit: u64) -> bool {
-    pages_of(unit).all(|page| region.word(page).state() == State::Resident)
+    PageRange::of_unit(unit).iter().all(|page| region.word(page).state() == State::Resident)
 }
 
-/// Maps one unit huge in every process that maps it aligned. `None` if it is not to be done now.
+/// Maps a unit huge in each process that maps it aligned. `None` if that must not be done now.
 pub(crate) fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
-    // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
-    let _layout = vm.layout();
+    // Held so that the region cannot be unplugged: its addresses may belong to other RAM right afterwards.
+    let _layout = vm.memory.layout();
     let pages = PageRange::of_unit(number);
     let Some(unit) = region.units().get(number).filter(|_| !region.is_removed()) else { return Ok(None) };
     if region.next_present(pages)? != Some(pages) {

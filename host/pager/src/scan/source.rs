@@ -1,68 +1,58 @@
 //! Scans: the source of heat of a VM.
 //!
-//! Before: heat's tracker says which units to watch. After: it knows which of them, or which of their pages, were
-//! touched. Threads: the VM's tracking worker. Units: 2 MiB, and pages. Promise: while a cycle runs no chunk is
-//! unregistered.
+//! Before: heat's tracker names units to watch. After: it knows which of them, or which of their pages, were touched.
+//! Threads: the VM's tracking worker. Units: 2 MiB, and pages.
+//! Promise: while a cycle runs, no chunk is unregistered.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_heat::source::Ability;
 use ballast_heat::{AccessSource, CycleReport, Watch};
 use ballast_sys::clock::cpu_time;
 
-use super::zap::{self, Watched, ZapScan};
+use super::zap::{Watched, ZapScan};
 use crate::vm::Vm;
-use crate::vm::touches::{FINE_UNITS, KeepRegistered};
+use crate::vm::touches::KeepRegistered;
 
 /// The scans of one VM.
 #[derive(Debug)]
 pub struct Scans {
     vm: Arc<Vm>,
     zap: ZapScan,
-    /// Dropped after the scan, which ends its cycle first.
+    /// Dropped after `zap`, which ends its cycle first.
     running: Option<Cycle>,
 }
 
-/// The running cycle.
 #[derive(Debug)]
 struct Cycle {
-    /// CPU time at its start.
     cpu: Duration,
     _registered: KeepRegistered,
 }
 
 impl Scans {
-    /// For this VM, with no cycle under way.
+    /// The scans of a VM, with no cycle under way.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { zap: ZapScan::new(vm.clone()), vm, running: None }
     }
 
-    /// Registers the units of a watch. Returns those that can be watched.
+    /// Registers the units to watch. Returns those that could be registered.
     fn register(&self, watch: &Watch) -> io::Result<Vec<Watched>> {
-        // Held so that no view is added meanwhile.
-        let _layout = self.vm.layout();
-        let coarse = watch.coarse.iter().map(|id| (*id, None));
-        let mut all: Vec<_> = coarse.chain(watch.fine.iter().map(|fine| (fine.unit, Some(fine.pages)))).collect();
-        all.sort_unstable_by_key(|(id, _)| *id);
-        let (mut watched, mut fine) = (Vec::new(), 0);
-        for (id, pages) in all {
+        // Held so that no view can be added.
+        let _layout = self.vm.memory.layout();
+        let coarse = watch.coarse.iter().map(|id| (*id, false));
+        let mut all: Vec<_> = coarse.chain(watch.fine.iter().map(|id| (*id, true))).collect();
+        all.sort_unstable();
+        let mut watched = Vec::new();
+        for (id, is_fine) in all {
             let Some(region) = self.vm.watchable(id)? else { continue };
-            fine += usize::from(pages.is_some());
-            if pages.is_none() || fine <= FINE_UNITS {
-                watched.push(Watched::new(region, id.unit, pages));
-            }
+            watched.push(Watched::new(region, id.unit, is_fine));
         }
         Ok(watched)
     }
 }
 
 impl AccessSource for Scans {
-    fn ability(&self) -> Ability {
-        zap::ABILITY
-    }
-
     fn start(&mut self, watch: &Watch) -> io::Result<()> {
         if self.running.is_some() {
             return Err(io::Error::other("Starting to watch touches: a cycle is running already"));

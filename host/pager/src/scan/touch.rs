@@ -1,9 +1,9 @@
-//! Touch: reports a fault to the tracker, and maps a unit again that was zapped to be watched.
+//! Touch: reports a fault to the tracker, and maps a unit again that was zapped to track it.
 //!
-//! Before: the zap scan zapped units and flagged them. After: the fault worker marks the touched page (`touches`). It
-//! maps a huge unit as a whole and some base pages as one run, so that watching leaves nothing slow.
+//! Before: the zap scan zapped units and flagged them. After: the fault worker has marked the touched page (`touches`),
+//! and has mapped a huge unit as a whole, or a block of base pages as one run, so that tracking leaves no slow mapping.
 //! Threads: fault workers. Units: pages of a region; nanoseconds.
-//! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
+//! Promise: a fault on a unit that is neither tracked nor zapped costs one load. No fault waits for the tracker.
 
 use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::UnitId;
@@ -23,26 +23,23 @@ use ballast_page::memory::Mapped;
 use ballast_page::page_state::State;
 use ballast_page::unit::Mapping;
 
-/// Base pages mapped by one touch of a zapped unit: at most eight touches for each unit, of some 15 us. At this size it
-/// costs no more to know which of these blocks were touched.
-const AROUND: u64 = BLOCK;
-/// What the fault worker does with a fault on a unit that is not quiet.
+/// How to serve a fault on a unit that is not quiet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Touch {
     /// Put the fault aside: the unit is being mapped.
     Aside,
-    /// The whole unit is mapped and the threads that waited were woken.
+    /// The unit is mapped as a whole, and its waiting threads were woken.
     Mapped,
     /// Serve the page, then call [`served`].
     Serve {
-        /// The page faults because it is watched: its cost counts.
+        /// Tracking caused the fault: its cost counts.
         tracked: bool,
-        /// Its neighbours were zapped only to be watched: map them, too.
+        /// Only tracking zapped the neighbours: map them, too.
         around: bool,
     },
 }
 
-/// A page of the unit was touched.
+/// Records a touch of a page of `unit`.
 pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitState, pending: &PendingFault) -> Touch {
     let Target { region, page, .. } = target;
     if unit.as_whole().is_mapping() {
@@ -51,15 +48,14 @@ pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitStat
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
-        // Before the unit is mapped: from then on touches are not seen.
+        // Before the unit is mapped: later touches are not seen.
         fine = vm.mail.touches.mark(id, *page);
         if !fine {
             unit.touch(*page);
         }
-        // A page that reclaim took or was about to take would have faulted without the scan, too. If its cost counted,
-        // a VM that misses much would seem costly to track, and would not be tracked when it needs that most.
+        // A page that reclaim has taken, or was about to take, would have faulted without the scan, too. If it counted,
+        // a VM that refaults much would seem costly to track, and would not be tracked when that is needed most.
         tracked = pending.fault.kind == FaultKind::Minor && region.word(*page).state() == State::Resident;
-        vm.mail.touches.count_fault(tracked);
     }
     if pending.fault.kind == FaultKind::Minor
         && let Some(mapping) = unit.as_whole().enter()
@@ -73,11 +69,11 @@ pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitStat
     Touch::Serve { tracked, around: unit.is_zapped() && !fine && region.granule_pages() == 1 }
 }
 
-/// The page is served.
+/// Ends a fault for which [`touched`] returned [`Touch::Serve`].
 pub(crate) fn served(vm: &Vm, target: &Target<'_>, pending: &PendingFault, tracked: bool, around: bool) {
     let Target { region, page, memory } = target;
     if around && let Err(error) = map_around(region, memory, *page) {
-        // A thread that wants the pages will fault, and that fault reports the error.
+        // A thread that touches these pages faults, and that fault reports the error.
         tracing::debug!(vm = vm.state.name(), "Mapping pages around page {page}: {error}");
     }
     if tracked {
@@ -85,7 +81,7 @@ pub(crate) fn served(vm: &Vm, target: &Target<'_>, pending: &PendingFault, track
     }
 }
 
-/// Maps neighbouring units huge in one view, and wakes the threads that wait there. Returns whether that was done.
+/// Maps neighbouring units huge in one view, and wakes the threads that wait there. Returns whether it succeeded.
 pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)]) -> bool {
     let Some((first, _)) = units.first() else { return true };
     let Some((remote, addr)) = view.remote().zip(unit_addr(view, region, *first)) else { return false };
@@ -99,20 +95,21 @@ pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)
     done
 }
 
-/// Maps those pages around a touched one that are Resident.
+/// Maps the Resident pages of the block around a touched page: at most eight touches for each unit, of some 15 us. So
+/// the tracker also learns which blocks were touched.
 pub(crate) fn map_around(region: &Region, memory: &RegionView<'_>, page: PageIdx) -> std::io::Result<()> {
-    let block = PageRange::of(PageIdx(page.0 - page.0 % AROUND), AROUND);
+    let block = PageRange::of(PageIdx(page.0 - page.0 % BLOCK), BLOCK);
     map_resident(region, memory, block.before(region.range().end()))
 }
 
-/// Maps those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
+/// Maps the Resident pages of a range of base pages, under their locks. Never waits for a lock.
 pub(crate) fn map_resident(region: &Region, memory: &RegionView<'_>, pages: PageRange) -> std::io::Result<()> {
     let (mut at, end) = (pages.start(), pages.end());
     while at < end {
         let cells = PageRange::new(at, end).iter().map(|page| region.granule(page).cell());
         let locks = lock_run(cells, |state| state == State::Resident, |word| word);
         memory.map_run(PageRange::of(at, locks.len() as u64))?;
-        // Continue after the page that cannot be mapped here.
+        // Continues behind the page that cannot be mapped here.
         at = PageIdx(at.0 + locks.len() as u64 + 1);
     }
     Ok(())

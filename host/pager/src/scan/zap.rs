@@ -1,33 +1,33 @@
-//! Zap scan: finds out what a guest touches by unmapping it and counting the faults.
+//! Zap scan: finds out what a guest touches by unmapping it and counting the minor faults.
 //!
-//! Before: [`super::source`] gives it units to watch. After: it has said which of them, or which of their pages, were
-//! touched.
-//! Threads: one tracking worker per VM; it waits for the client's zaps, and no fault waits for it.
-//! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
-//! middle of a cycle leaves minor faults and nothing else.
+//! Before: [`super::source`] gives it units to watch. After: it has reported which of them, or which of their pages,
+//! were touched.
+//! Threads: one tracking worker per VM; it waits for the client's zaps, and no fault waits for it. Units: 2 MiB, and
+//! pages.
+//! Promise: no byte changes. Words stay Resident, so an engine that dies during a cycle leaves only minor faults.
 //!
-//! | What is watched | A touch | At the end of the cycle |
+//! | Watched | A touch | At the end of the cycle |
 //! |---|---|---|
-//! | a unit mapped huge, as a whole | maps it huge again, one fault (5.6 us) | if not touched, it is mapped huge |
-//! | the same, page by page | maps that page; the huge page is not split | the unit is mapped huge, nothing is copied |
-//! | a unit of base pages, or with far pages | maps its block of 64 pages, and reports that | the rest stays unmapped |
-//! | a huge page of hugetlbfs | maps it | the same as mapped huge |
+//! | a unit mapped huge, as a whole | maps it huge again by one fault (5.6 us) | an untouched unit is mapped huge |
+//! | such a unit, page by page | maps that page; the huge page is not split | it is mapped huge, without copying |
+//! | a unit of base pages, or with far pages | maps and reports its block of 64 pages | the rest stays unmapped |
+//! | a huge page of hugetlbfs | maps it | an untouched page is mapped |
 //!
 //! `unit.rs` ensures that a unit may be mapped as a whole without its pages' locks: a watched unit becomes Plain when
-//! reclaim or a discard takes pages of it, and then its touches are served page by page.
+//! reclaim or a discard takes pages of it, and its later touches are served page by page.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_base::wire::Range;
-use ballast_base::{HUGE_SIZE, PageIdx, PageRange};
-use ballast_heat::source::{Ability, Cost};
-use ballast_heat::{PageMap, Seen, UnitId};
+use ballast_base::{HUGE_SIZE, PageIdx};
+use ballast_heat::source::Cost;
+use ballast_heat::{Seen, UnitId};
 
 use crate::run::pool::pause;
 use crate::scan::coalesce::is_resident;
-use crate::scan::touch::{map_huge, map_resident};
+use crate::scan::touch::map_huge;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::units::UnitState;
@@ -38,36 +38,29 @@ use ballast_page::unit::{Mapping, Stage};
 /// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
 const RUN: usize = 32;
 
-/// The ability of this scan.
-pub(crate) const ABILITY: Ability = Ability { name: "zap-scan" };
-
-/// The scan of one VM.
 #[derive(Debug)]
 pub(crate) struct ZapScan {
     vm: Arc<Vm>,
-    /// The units that the running cycle watches.
     units: Vec<Watched>,
 }
 
-/// One unit under watch.
 #[derive(Debug)]
 pub(crate) struct Watched {
     id: UnitId,
     region: Arc<Region>,
-    /// It was mapped huge.
     huge: bool,
-    /// The pages that are watched; `None` if the unit is watched as a whole.
-    pages: Option<PageMap>,
+    /// It is watched page by page.
+    is_fine: bool,
 }
 
 impl Watched {
-    /// A whole unit of this region, and which of its pages to watch if not all as one.
-    pub(crate) fn new(region: Arc<Region>, unit: u32, pages: Option<PageMap>) -> Self {
+    /// A whole unit of this region, to be watched page by page or as a whole.
+    pub(crate) fn new(region: Arc<Region>, unit: u32, is_fine: bool) -> Self {
         let id = UnitId { region: region.number, unit };
         let huge = region.units().get(u64::from(unit)).is_some_and(UnitState::is_huge);
-        // A huge page of hugetlbfs is touched as a whole.
-        let pages = pages.filter(|_| region.granule_pages() == 1);
-        Self { id, region, huge, pages }
+        // A huge page of hugetlbfs can only be watched as a whole.
+        let is_fine = is_fine && region.granule_pages() == 1;
+        Self { id, region, huge, is_fine }
     }
 
     fn unit(&self) -> &UnitState {
@@ -82,28 +75,26 @@ impl Watched {
         PageIdx::first_of_unit(self.number())
     }
 
-    /// Is it mapped by one entry, and watched as one?
+    /// Returns whether it is mapped by one PMD and watched as a whole.
     fn is_whole(&self) -> bool {
-        self.huge && self.pages.is_none()
+        self.huge && !self.is_fine
     }
 
-    /// Makes its next touch map all of it.
+    /// Has the next touch map the whole unit.
     fn watch_whole(&self) {
         if !self.unit().as_whole().watch(|| is_resident(&self.region, self.number())) {
-            // Pages of it are far, or reclaim is about to take some.
+            // Some of its pages are far, or reclaim is about to take some.
             self.unit().tear();
         }
     }
 }
 
 impl ZapScan {
-    /// A scan for this VM, with no cycle under way.
     pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self { vm, units: Vec::new() }
     }
 
-    /// Begins a cycle over these units, which are registered, in ascending order, at most
-    /// [`crate::vm::touches::FINE_UNITS`] of them page by page. On an error no cycle runs.
+    /// Begins a cycle over these registered units, in ascending order. After an error no cycle runs.
     pub(crate) fn start(&mut self, units: Vec<Watched>) -> io::Result<()> {
         self.units = units;
         let begun = self.begin(&self.units);
@@ -113,19 +104,19 @@ impl ZapScan {
         begun
     }
 
-    /// Ends the cycle. Returns the touches seen, and how long guest threads waited.
+    /// Ends the cycle. Returns the touches, and the time for which guest threads waited.
     pub(crate) fn end(&mut self) -> (Vec<(UnitId, Seen)>, Cost) {
-        let (faults, guest) = self.vm.mail.touches.cost();
+        let guest = self.vm.mail.touches.cost();
         let units = std::mem::take(&mut self.units);
         let seen = self.finish(&units);
-        // While a thread waits for its fault, the worker works on that fault.
-        (seen, Cost { cpu: guest, guest, faults })
+        // While a guest thread waits for a fault, a worker serves it: both times are equal.
+        (seen, Cost { cpu: guest, guest })
     }
 
     fn begin(&self, units: &[Watched]) -> io::Result<()> {
         let vm = &self.vm;
         let views = vm.views();
-        vm.mail.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
+        vm.mail.touches.begin(units.iter().filter(|watched| watched.is_fine).map(|watched| watched.id));
         for watched in units {
             let unit = watched.unit();
             unit.track();
@@ -148,8 +139,8 @@ impl ZapScan {
             let kept = view.peer().clone().zap(&ranges)?;
             vm.keep_parts(view, &kept);
         }
-        // A fault that was raised before the zap may have been served since the unit was watched: then the unit was
-        // mapped, and the zap has unmapped it. Without this it would stay unmapped.
+        // A fault raised before the zap may have been served after the unit was watched: the unit was mapped, and the
+        // zap has unmapped it. It must be watched again, or it would stay unmapped.
         for watched in units.iter().filter(|watched| watched.is_whole()) {
             let unit = watched.unit();
             let begun = Instant::now();
@@ -160,45 +151,30 @@ impl ZapScan {
                 watched.watch_whole();
             }
         }
-        // Held from here on so that no region is unplugged meanwhile.
-        let _layout = vm.layout();
-        for watched in units {
-            let Some(pages) = watched.pages.filter(|pages| *pages != PageMap::ALL) else { continue };
-            // The others need not fault.
-            for view in &views {
-                let Some(memory) = view.of_region(&watched.region).filter(|_| !watched.region.is_removed()) else {
-                    continue;
-                };
-                for (first, count) in PageMap::ALL.without(pages).runs() {
-                    let first = PageIdx(watched.first().0 + first);
-                    map_resident(&watched.region, &memory, PageRange::of(first, count))?;
-                }
-            }
-        }
         Ok(())
     }
 
-    /// Maps huge units huge again, and forgets the watch. Returns the touches seen.
+    /// Ends the watch, and maps huge units huge again. Returns the touches.
     fn finish(&self, units: &[Watched]) -> Vec<(UnitId, Seen)> {
-        let _layout = self.vm.layout();
+        let _layout = self.vm.memory.layout();
         let mut seen = Vec::with_capacity(units.len());
         let mut run: Vec<(u64, Mapping<'_>)> = Vec::with_capacity(RUN);
         let mut of: Option<&Watched> = None;
         for watched in units {
             let unit = watched.unit();
-            let mapping = match watched.pages {
-                Some(_) if watched.huge => {
+            let mapping = match watched.is_fine {
+                true if watched.huge => {
                     let mapping = unit.as_whole().map(|| is_resident(&watched.region, watched.number()));
                     if mapping.is_none() {
                         unit.tear();
                     }
                     mapping
                 }
-                Some(_) => {
+                true => {
                     unit.zap();
                     None
                 }
-                None => unit.as_whole().enter(),
+                false => unit.as_whole().enter(),
             };
             let touched = unit.untrack();
             seen.push((watched.id, self.seen(watched, touched)));
@@ -221,18 +197,15 @@ impl ZapScan {
     }
 
     fn seen(&self, watched: &Watched, touched: u8) -> Seen {
-        match watched.pages {
-            // A unit that was mapped huge may have been touched in many blocks without a fault for each.
-            None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched: touched != 0 },
-            None => Seen::Blocks { touched },
-            Some(pages) => {
-                let touched = self.vm.mail.touches.pages(watched.id).and(pages);
-                Seen::Fine { watched: pages, touched }
-            }
+        match watched.is_fine {
+            // In a unit mapped huge, only the first touch faults.
+            false if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched: touched != 0 },
+            false => Seen::Blocks { touched },
+            true => Seen::Fine { touched: self.vm.mail.touches.pages(watched.id) },
         }
     }
 
-    /// Maps neighbouring units huge wherever they are mapped.
+    /// Maps neighbouring units huge in each view that maps their region.
     fn map_run(&self, of: Option<&Watched>, run: &mut Vec<(u64, Mapping<'_>)>) {
         let Some(region) = of.map(|watched| &watched.region).filter(|region| !region.is_removed()) else {
             return run.clear();
@@ -241,7 +214,7 @@ impl ZapScan {
             if map_huge(view, region, run) {
                 continue;
             }
-            // One of them cannot be mapped: find out which.
+            // One of them cannot be mapped: try each alone.
             for one in run.chunks(1).filter(|one| !map_huge(view, region, one)) {
                 if let Some(unit) = region.units().get(one[0].0) {
                     unit.tear();
@@ -259,7 +232,7 @@ impl ZapScan {
         let Some(_lock) = free.then(|| cell.lock(word, word)).flatten() else { return };
         for view in self.vm.views() {
             if let Some(memory) = view.of_region(&watched.region) {
-                // On failure, a touch will map it.
+                // After a failure, a touch maps it.
                 let _ = memory.map(watched.first());
             }
         }
@@ -267,7 +240,7 @@ impl ZapScan {
 }
 
 impl Drop for ZapScan {
-    /// Also when the worker panics in the middle of a cycle.
+    /// Also after a panic of the worker during a cycle.
     fn drop(&mut self) {
         self.finish(&self.units);
     }

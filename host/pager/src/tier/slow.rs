@@ -1,20 +1,17 @@
-//! The slow workers: serve faults on pages whose bytes are on a disk.
+//! The slow workers: serve faults on pages that are on a disk or in a cluster.
 //!
-//! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
-//! where it may wait.
+//! Before: a fault worker met a page of a slow store (`slow_queue`). After: `fault::serve` was called here, where it
+//! may wait.
 //! Threads: [`WORKERS`](crate::vm::far::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the
-//! disk for up to a tenth of a second at a time, and longer for a page that was late, but not while the VM is being
-//! stopped. One of them waits for none that was late.
-//! Promise: no fault on any other page waits for the disk, and one whose page comes in time waits for few late ones. A
+//! store for up to 0.1 s at a time, and longer for a late page, but not while the VM is being stopped. One of them
+//! never waits for a late page.
+//! Promise: no fault on another page waits for the disk, and a page that arrives in time waits for few late ones. A
 //! fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
 //!
-//! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
-//! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits
-//! for one of these, and then the next ones are requested: so two requests are under way, through two connections, and
-//! at two nodes where a chunk ends. No page is requested more than 128 pages ahead.
-//!
-//! *Clustered prefetch.* A thread in no order gets the other pages of the same 64 KiB, or 2 MiB, if the engine has
-//! measured that they are wanted together (`cluster.rs`): a guest that was idle wakes up so.
+//! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the page that it waits for.
+//! The next 64 are requested at the same time by another worker. A thread that is faster than the store then waits for
+//! one of these, and the next ones are requested: so two requests are under way, through two connections, and at two
+//! nodes where a chunk ends. No page is requested that is more than 128 pages ahead.
 
 use std::cell::RefCell;
 use std::io;
@@ -42,21 +39,21 @@ use ballast_page::fault::restore_some;
 use ballast_page::memory::Mapped;
 use ballast_page::outcome::{Move, Outcome, Served};
 
-/// Pause after a page that is not available yet: its store is busy, or another thread has it.
+/// Pause after a try at a page that is not available: its store is busy, or another thread has locked it.
 const RETRY: Duration = Duration::from_micros(200);
 
-/// If a try takes this long and brings no page, the page is late, and no lock was in the way.
+/// A try that takes this long in vain means that the page is late: a page lock is not held for so long.
 const LATE: Duration = Duration::from_millis(2);
 
-/// Most pages that are read by one request: they are locked together.
+/// Most pages of one request: they are all locked.
 const READ_AT_ONCE: u64 = 65;
 
 thread_local! {
-    /// Pages that came by one request; a thread that never reads ahead has no memory for them.
+    /// Pages of one request; a thread that never reads ahead needs no memory for them.
     static BUFFER: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A worker that reads ahead does so until this is dropped, also by a panic.
+/// Guard: counts a worker that reads ahead until it is dropped, also by a panic.
 struct Reads<'a>(&'a Vm);
 
 impl Drop for Reads<'_> {
@@ -65,7 +62,7 @@ impl Drop for Reads<'_> {
     }
 }
 
-/// Counts a fault as waiting until it is dropped, also by a panic.
+/// Guard: counts a fault as waiting until it is dropped, also by a panic.
 struct Waits<'a>(&'a Vm, &'a View);
 
 impl Drop for Waits<'_> {
@@ -74,19 +71,17 @@ impl Drop for Waits<'_> {
     }
 }
 
-/// One of the slow workers of a VM.
 pub(crate) struct SlowWorker {
     vm: Arc<Vm>,
     number: usize,
 }
 
 impl SlowWorker {
-    /// The worker of this number of this VM.
     pub fn new(vm: Arc<Vm>, number: usize) -> Self {
         Self { vm, number }
     }
 
-    /// Serves one such fault, or reads ahead; returns when to look for more.
+    /// Serves one fault, or reads ahead; returns when to look for more.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_over() {
@@ -103,7 +98,7 @@ impl SlowWorker {
         };
         let waits = Waits(vm, &view);
         if view.is_closed() {
-            // No other worker has this fault: it is raised again, for the thread that serves that memory next.
+            // No other worker has this fault: it is raised again, for the engine that serves this memory next.
             let _ = view.wake_all();
             return Next::Again;
         }
@@ -117,9 +112,9 @@ impl SlowWorker {
     }
 }
 
-/// Serves one fault; returns false if it must be tried again.
+/// Serves one fault; returns false if it must be retried.
 fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
-    // The disk takes much longer than reading the clock, so each restore is timed.
+    // A disk takes much longer than reading the clock, so each restore is timed.
     let times = Times::start();
     let _serving = view.serving_from_disk();
     let Some(target) = target(vm, view, pending) else { return true };
@@ -127,58 +122,28 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     let was_slow = region.is_slow(page);
     if was_slow && pending.fault.kind == FaultKind::Missing && region.granule_pages() == 1 {
         let with = request_ahead(vm, view, region, page, Caller::Slow);
-        if !with.is_empty() {
-            read_in_order(vm, region, page, Caller::Slow);
-            if came_with(vm, &target, with, pending, &times) {
-                vm.stats().add(Counter::FaultFile, 1);
-                return true;
-            }
+        if !with.is_empty() && came_with(vm, &target, with, pending, &times) {
+            vm.stats().add(Counter::FaultFile, 1);
+            return true;
         }
     }
     let stores = vm.stores.reads(vm.life.reads_slow(IoContext::GUEST));
     let resolved = resolve(vm, &target, pending, &stores, &times);
-    if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
+    if was_slow && matches!(resolved, Some(Served::Restored | Served::Filled { .. })) {
         vm.stats().add(Counter::FaultFile, 1);
-    }
-    if let Some((Served::Restored, interval)) = resolved
-        && was_slow
-        && region.granule_pages() == 1
-    {
-        request_beside(vm, view, region, page, interval, Caller::Slow);
     }
     resolved.is_some()
 }
 
-/// A fault worker restored a page that came alone: has those requested that are wanted next.
-pub(crate) fn restored_one(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
+/// A fault worker restored a page: queues the pages to read ahead of it.
+pub(crate) fn restored_one(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) {
     let pages = request_ahead(vm, view, region, page, Caller::Fault);
-    if pages.is_empty() {
-        return request_beside(vm, view, region, page, interval, Caller::Fault);
-    }
-    read_in_order(vm, region, page, Caller::Fault);
-    vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
-}
-
-/// The page was read by a thread that reads in order.
-fn read_in_order(vm: &Vm, region: &Region, page: PageIdx, caller: Caller) {
-    if let Some(mut cluster) = vm.mail.slow.cluster(caller) {
-        cluster.read_in_order(region, page);
+    if !pages.is_empty() {
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
     }
 }
 
-/// If pages that are near each other are wanted together, has the others of this one requested.
-fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration, caller: Caller) {
-    let is_tight = vm.mail.throttle.is_tight();
-    let Some(mut cluster) = vm.mail.slow.cluster(caller) else { return };
-    let beside = cluster.restored(region, page, interval, is_tight, Instant::now());
-    drop(cluster);
-    // The most urgent are requested first.
-    for pages in beside.into_iter().rev().filter(|pages| !pages.is_empty()) {
-        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: true });
-    }
-}
-
-/// If the thread reads memory in order, has the next pages requested. Returns those to request with its page: all of
+/// If the thread reads memory in order, queues the next pages. Returns those to request together with its page, all of
 /// one unit.
 fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, caller: Caller) -> PageRange {
     let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
@@ -188,19 +153,19 @@ fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, call
     let asked = vm.mail.slow.requested((region.number, page.0), region.pages().0, is_far, caller);
     let all = |with: PageRange, rest: PageRange| with.count() + rest.from(with.end()).count();
     let Some((with, rest)) = asked.filter(|(with, rest)| all(*with, *rest) <= credits) else { return none };
-    // A page that is on its way comes with the request that was made for it. What was to come with it is requested too.
+    // A locked page arrives with the request that was made for it; then its companions are queued, too.
     let with = if region.word(page).is_locked() { none } else { with.before(unit_end(page)) };
     let mut more = rest.from(with.end());
     while !more.is_empty() {
         // All pages of a request are of one unit.
         let pages = more.before(unit_end(more.start()));
         more = more.from(pages.end());
-        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
     }
     with
 }
 
-/// Restores the page of a fault, and those of `with`, by one request. Returns whether that page came.
+/// Restores the page of a fault, and those of `with`, by one request. Returns whether that page arrived.
 fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFault, times: &Times) -> bool {
     let (region, page) = (&*target.region, target.page);
     let run = PageRange::new(page, with.end());
@@ -208,7 +173,7 @@ fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFau
     let moves = match restore_slow(region, run, &times.memory(&target.memory), &times.stores(&stores)) {
         Ok(moves) => moves,
         Err(error) => {
-            // The fault meets the same error and reports it.
+            // The fault itself meets this error and reports it.
             tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
             return false;
         }
@@ -224,25 +189,22 @@ fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFau
     true
 }
 
-/// Brings pages back that a thread is about to want.
+/// Restores pages before a thread touches them.
 fn read_ahead(vm: &Vm, ahead: &Ahead) {
-    // While this is held, the region is not unplugged.
+    // While it is held, the region cannot be unplugged.
     let _serving = ahead.view.serving_from_disk();
     let Some(region) = vm.region(ahead.region).filter(|region| !region.is_removed()) else { return };
     let Some(memory) = ahead.view.of_region(&region) else { return };
     let mut rest = ahead.pages;
-    // What is unplugged waits for this.
+    // An unplug waits for this loop.
     let is_served = || !vm.is_over() && !ahead.view.is_closed() && ahead.view.base(ahead.region).is_some();
     while is_served() {
         let Some(first) = rest.iter().find(|page| region.is_slow_and_free(*page)) else { return };
         let run = PageRange::of(first, READ_AT_ONCE).before(rest.end());
-        if ahead.is_guess && !vm.may_prefetch(run.count()).unwrap_or(false) {
-            return;
-        }
         match restore_slow(&region, run, &memory, &background(vm)) {
             Ok(moves) => {
                 book(vm, &region, &moves);
-                // The thread that wants a page that did not come will fault, and find out why.
+                // A thread that touches a page that did not arrive faults, which tells the reason.
                 let Some((last, _)) = moves.last() else { return };
                 rest = rest.from(PageIdx(last.0 + 1));
             }
@@ -254,20 +216,19 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
     }
 }
 
-/// Books pages that came before a thread touched them.
 fn book(vm: &Vm, region: &Region, moves: &[(PageIdx, Move)]) {
     for run in moves.chunk_by(|(a, _), (b, _)| a.0 + 1 == b.0) {
         vm.ledger().prefetched(region, run[0].0, &run.iter().map(|(_, moved)| *moved).collect::<Vec<_>>());
     }
 }
 
-/// The stores, for pages that no thread waits for, or that come with the page of one. A fault on a page that cannot be
-/// read asks for it alone.
+/// The stores for readahead and restores: no thread waits for these pages. If such a page cannot be read, its fault
+/// requests it again, by itself.
 fn background(vm: &Vm) -> stores::Reads<'_> {
     vm.stores.reads(vm.life.reads_slow(IoContext::BACKGROUND))
 }
 
-/// Restores the far pages among these of one unit by one request.
+/// Restores the far pages among `pages`, which are of one unit, by one request.
 fn restore_slow(
     region: &Region,
     pages: PageRange,

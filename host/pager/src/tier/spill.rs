@@ -1,21 +1,22 @@
 //! Spill: moves pages that have been far for long from the near stores to a slow one.
 //!
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
-//! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
-//! fault waits for it only on the one page whose word it is changing (`shift`).
-//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: four runs' bytes, while a pass is under way.
+//! took them, and RAM has space again.
+//! Threads: one task per VM that has a slow store, and may wait for it. A fault waits for it only on the one page whose
+//! word it is changing (`shift`). Units: pages, in runs of neighbours of up to [`RUN`]. Memory: the bytes of four runs,
+//! while a pass is under way.
 //! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once. A
-//! store that does not take a run in time gets shorter ones, until each is over in time; and none while it still writes
-//! one that was given up.
+//! store that does not take a run in time gets shorter ones, until it takes each in time; it gets none while it still
+//! writes one that was given up.
 //!
 //! While a store works on one or two runs, the next one is read, and the words of the one before are changed. So a
 //! store behind a network has a run to work on while the reply to another one is on its way.
 //!
-//! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
-//! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
-//! So a page is spilled after one to two times that. While the RAM store's budget is nearly used, passes follow one
-//! another without that pause, in pieces, until it has space again; reclaim notifies the worker, so that pages go
-//! before the store refuses one. When it refused a page, all pages count as old.
+//! A clock tells a page's age: a pass marks each far word that it meets (`Word::marked`), and every move of the page
+//! makes a word without the mark. A page whose word is still marked in the next pass, at least `spill_after` later, is
+//! old. So a page is spilled after one to two times `spill_after`. While the RAM store's budget is nearly used, passes
+//! follow one another without that pause, in parts, until it has space again; reclaim notifies the worker, so that
+//! pages move before the store refuses one. Once it has refused a page, all pages count as old.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,101 +35,83 @@ use crate::vm::stats::Counter;
 use ballast_page::page_state::{State, Word};
 use ballast_page::shift;
 
-/// Pages written as one extent, if they are neighbours: 2 MiB.
+/// Most neighbouring pages written as one extent: 2 MiB.
 const RUN: usize = 512;
-/// Runs under way at a time. A store that does not wait for another machine ends each at once.
+/// Most runs under way. A store that does not wait for another machine ends each at once.
 const UNDER_WAY: usize = 2;
-/// The same as [`RUN`] for a store that takes no longer run in time.
+/// Length of runs for a store that does not take longer runs in time.
 const SHORTEST_RUN: usize = 8;
-/// Runs in a row that such a store must take before it gets longer ones: a run that it does not take costs a pause.
+/// A store with short runs gets longer ones after it took this many in a row: each refused run costs a pause.
 const LONGER_AFTER: u32 = 32;
-/// Words read between two checks whether to stop: 512 KiB of words.
+/// Words read between two checks whether to stop: 512 KiB.
 const STRIDE: u64 = 64 * 1024;
-/// Time between checks whether RAM is short.
+/// Time between checks whether the RAM store is short of space.
 const TICK: Duration = Duration::from_secs(1);
 const SHORTEST_TICK: Duration = Duration::from_millis(5);
-/// Pages moved, and words read, per piece when RAM is short: 32 MiB of pages, 128 MiB of words.
-const SHORT: Quota = Quota { pages: 8 * 1024, words: 16 << 20 };
-/// The same when reclaim waits for space: a few milliseconds of writing.
-const WANTED: Quota = Quota { pages: 2 * 1024, words: 16 << 20 };
-/// The hand has gone round twice, from wherever it was, when it has come to the end this often.
-const ENDS: u32 = 3;
-const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
-/// How long to leave a store alone after it was full, and after it did not reply.
+/// Most pages moved by one run of the task when the RAM store is short of space: 32 MiB.
+const SHORT: u64 = 8 * 1024;
+/// Most pages moved when reclaim waits for space: a few milliseconds of writing.
+const WANTED: u64 = 2 * 1024;
+/// Pauses of a store after it was full, and after it did not reply.
 const FULL_REST: Duration = Duration::from_secs(10);
 const BUSY_REST: Duration = Duration::from_secs(1);
 
-/// The most to do.
-#[derive(Clone, Copy)]
-struct Quota {
-    pages: u64,
-    words: u64,
-}
-
-/// Which far pages to spill.
 #[derive(Clone, Copy, PartialEq)]
 enum Take {
-    /// Those marked on an earlier pass; the others are marked.
+    /// Those marked in an earlier pass; the others get the mark.
     Old,
     All,
 }
 
-/// A place among the words: region number and page.
 type Place = (u32, u64);
 
-/// The spill worker of a VM.
 pub(crate) struct SpillWorker {
     vm: Arc<Vm>,
     targets: Vec<Target>,
-    /// `None`: no page is spilled any more; freed pages of slow stores are still returned.
+    /// `None`: no page is moved; freed copies in slow stores are still removed.
     after: Option<Duration>,
     next_pass: Instant,
-    /// How far the pass under way has come.
     pass: Option<Place>,
-    /// Where to look next when space is wanted.
+    /// Place at which to search next when space is wanted.
     hand: Place,
-    /// How often the hand came to the end since RAM is short and an old page was found: a round marks, so the next one
-    /// finds some.
-    in_vain: u32,
-    /// After [`ENDS`] of those, when to look again.
+    /// While RAM is short of space, the time of the next search after one that found no old page.
     next_short: Instant,
-    /// The run that is being read, and those that a store is about to have, the oldest first.
+    /// The run that is being read; the runs that stores are writing, the oldest first.
     run: SpillRun,
     under_way: VecDeque<(Sent, Ending)>,
-    /// The buffers of the one before.
+    /// Buffers for the next run.
     spare: SpillRun,
 }
 
-/// A slow store, in the order in which they are tried.
+/// A slow store; the first that does not rest gets the next run.
 struct Target {
     tier: SlowTier,
     rest_until: Option<Instant>,
-    /// Pages of the next run, at most. It is halved when the store was busy.
+    /// Most pages of the next run; halved when the store was busy.
     run: usize,
-    /// Whole runs that were taken since.
+    /// Full runs taken since.
     taken: u32,
-    /// That it rests was reported.
+    /// Its rest was reported.
     said: bool,
 }
 
-/// Neighbouring pages on their way.
 #[derive(Default)]
 struct SpillRun {
     first: u64,
     words: Vec<Word>,
     bytes: Vec<PageBytes>,
-    /// The form in which the near store has each page.
+    /// The near store's form of each page.
     blobs: Vec<Vec<u8>>,
 }
 
-/// A run that was sent to a store.
+/// A run that a store is writing.
 struct Sent {
     region: Arc<Region>,
     run: SpillRun,
     target: usize,
 }
 
-/// The worker is over, also by a panic: reclaim should not count on it.
+/// Also after a panic: reclaim must not count on a worker that has ended.
 impl Drop for SpillWorker {
     fn drop(&mut self) {
         self.vm.mail.spill.set_helps(false);
@@ -136,7 +119,7 @@ impl Drop for SpillWorker {
 }
 
 impl SpillWorker {
-    /// The worker of this VM; `None` if the VM has no slow store.
+    /// `None` if the VM has no slow store.
     pub fn new(vm: Arc<Vm>) -> Option<Self> {
         let targets = vm.stores.slow().iter().cloned().map(|tier| Target {
             tier,
@@ -153,11 +136,10 @@ impl SpillWorker {
         Some(Self {
             targets,
             after,
-            // The first pass is later: an engine before this one may have set marks a moment ago.
+            // The first pass is later: an earlier engine may have set marks just before.
             next_pass: Instant::now() + after.unwrap_or_default(),
             pass: None,
             hand: (0, 0),
-            in_vain: 0,
             next_short: Instant::now(),
             run: SpillRun::default(),
             under_way: VecDeque::new(),
@@ -166,7 +148,7 @@ impl SpillWorker {
         })
     }
 
-    /// Does a piece of work; returns when the next is due.
+    /// Does one part of the work; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
@@ -182,17 +164,17 @@ impl SpillWorker {
             self.next_pass = Instant::now() + after;
             self.pass = None;
         }
-        // The bytes of a run are kept only while they are used.
+        // The buffers are not kept between runs of the task.
         (self.run, self.spare) = Default::default();
         Next::after(Instant::now(), self.pause())
     }
 
-    /// Has a store pages to remove that were freed?
+    /// Returns whether a store has freed copies to remove.
     fn is_untidy(&self) -> bool {
         self.targets.iter().any(|target| target.tier.store.is_untidy())
     }
 
-    /// How long to wait, unless space is wanted.
+    /// Pause before the next part, unless space is wanted.
     fn pause(&self) -> Duration {
         if self.is_untidy() {
             return Duration::ZERO;
@@ -215,53 +197,49 @@ impl SpillWorker {
         let ram = &vm.stores.first().store;
         vm.mail.spill.looks();
         if wanted {
-            let (moved, _) = self.turn(Take::All, WANTED)?;
+            let moved = self.turn(Take::All, WANTED)?;
             vm.mail.spill.set_helps(moved > 0);
             ram.tidy();
             vm.notify_reclaim();
         } else if self.pass.is_some() || now >= self.next_pass {
-            let (end, _) = self.walk(self.pass.unwrap_or((0, 0)), Take::Old, UNLIMITED)?;
+            let (end, _) = self.walk(self.pass.unwrap_or((0, 0)), Take::Old, u64::MAX)?;
             self.pass = end;
             if end.is_none() {
                 self.next_pass = Instant::now() + after;
             }
             ram.tidy();
         } else if ram.is_short() && now >= self.next_short {
-            let (moved, ends) = self.turn(Take::Old, SHORT)?;
-            self.in_vain = if moved > 0 { 0 } else { self.in_vain + ends };
-            if self.in_vain >= ENDS {
-                (self.in_vain, self.next_short) = (0, Instant::now() + TICK);
+            if self.turn(Take::Old, SHORT)? == 0 {
+                // It has marked pages, so the next turn finds some.
+                self.next_short = Instant::now() + TICK;
             }
             ram.tidy();
         }
         Ok(())
     }
 
-    /// Walks on from the hand, once around at most. Returns how many pages it moved, and how often it came to the end.
-    fn turn(&mut self, take: Take, quota: Quota) -> std::io::Result<(u64, u32)> {
+    /// Walks on from the hand, at most once around. Returns the number of moved pages.
+    fn turn(&mut self, take: Take, most: u64) -> std::io::Result<u64> {
         let from = self.hand;
-        let (end, moved) = self.walk(from, take, quota)?;
-        self.hand = end.unwrap_or((0, 0));
-        let ends = u32::from(end.is_none());
-        if end.is_some() || moved > 0 || from == (0, 0) {
-            return Ok((moved, ends));
+        let (mut end, mut moved) = self.walk(from, take, most)?;
+        if end.is_none() && moved == 0 && from != (0, 0) {
+            (end, moved) = self.walk((0, 0), take, most)?;
         }
-        let (end, moved) = self.walk((0, 0), take, quota)?;
         self.hand = end.unwrap_or((0, 0));
-        Ok((moved, ends + u32::from(end.is_none())))
+        Ok(moved)
     }
 
-    /// Walks over the words that were ever written. Returns where it stopped before the end, and how many pages it
-    /// moved. No run is under way afterwards.
-    fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
-        let walked = self.walk_on(from, take, quota);
+    /// Walks over the words that were ever written. Returns the place where it stopped, `None` at the end, and the
+    /// number of moved pages. Afterwards no run is under way.
+    fn walk(&mut self, from: Place, take: Take, most: u64) -> std::io::Result<(Option<Place>, u64)> {
+        let walked = self.walk_on(from, take, most);
         let last = self.finish();
         walked.map(|(end, moved)| (end, moved + last))
     }
 
-    fn walk_on(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
+    fn walk_on(&mut self, from: Place, take: Take, most: u64) -> std::io::Result<(Option<Place>, u64)> {
         let vm = self.vm.clone();
-        let (mut moved, mut words) = (0, 0);
+        let mut moved = 0;
         for (region, record) in vm.regions().iter().zip(vm.state.regions()).skip(from.0 as usize) {
             if region.is_removed() {
                 continue;
@@ -272,12 +250,10 @@ impl SpillWorker {
                 let (mut page, end) = (pages.start().0.max(start), pages.end());
                 while page < end.0 {
                     let stretch = PageRange::of(PageIdx(page), STRIDE).before(end);
-                    let (next, gone) = self.stretch(region, stretch, take, quota.pages.saturating_sub(moved));
-                    words += next - page;
+                    let (next, gone) = self.stretch(region, stretch, take, most.saturating_sub(moved));
                     moved += gone;
                     page = next;
-                    let enough = moved >= quota.pages || words >= quota.words;
-                    if enough || self.rests() || vm.is_stopping() || vm.mail.spill.is_wanted() {
+                    if moved >= most || self.rests() || vm.is_stopping() || vm.mail.spill.is_wanted() {
                         return Ok((Some((region.number, page)), moved));
                     }
                 }
@@ -286,8 +262,8 @@ impl SpillWorker {
         Ok((None, moved))
     }
 
-    /// Reads the words of these pages, and spills those that are to go, about `most` of them. Returns the page after
-    /// the last one read, and how many were moved.
+    /// Reads the words of these pages, and moves those that `take` selects, about `most` of them. Returns the page
+    /// after the last one read, and the number of moved pages.
     fn stretch(&mut self, region: &Arc<Region>, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start().0);
         let longest = |targets: &[Target]| {
@@ -307,12 +283,12 @@ impl SpillWorker {
                 break;
             }
         }
-        // A write has only so long, and the next words may not go: then nothing would wait for it.
+        // A write has a deadline, and the next words may add nothing to the run: no thread would wait for the write.
         let last = if self.run.words.is_empty() { self.finish() } else { self.flush(region) };
         (next, moved + last)
     }
 
-    /// Returns whether this page is to go. Then its word and bytes are at the end of the run.
+    /// Returns whether `take` selects this page. Its word and bytes are then at the end of the run.
     fn goes(&mut self, region: &Region, page: u64, take: Take) -> bool {
         let granule = region.granule(PageIdx(page));
         let index = page - region.first_of(PageIdx(page)).0;
@@ -324,7 +300,7 @@ impl SpillWorker {
         let near = self.vm.stores.get_near(word.store());
         let near = near.filter(|store| word.state() == State::Far && store.takes_room(word.handle()));
         if take == Take::Old && !head.is_marked() {
-            // The mark of a granule stands for all its pages. If the exchange fails, the granule is not old.
+            // A granule's mark stands for all its pages. If the exchange fails, the granule is not old.
             if index == 0 && (near.is_some() || granule.pages() > 1) {
                 granule.cell().swap(head, head.marked());
             }
@@ -337,7 +313,7 @@ impl SpillWorker {
             self.run.blobs.push(Vec::new());
         }
         let (key, bytes, blob) = (region.key(PageIdx(page)), &mut self.run.bytes[at], &mut self.run.blobs[at]);
-        // Without a lock: what is read here counts only if it is still there when the word is changed.
+        // Read without the lock: the commit checks that the copy is still the one that was read.
         if near.get_blob(key, word.handle(), bytes, blob) != GetOutcome::Found {
             return false;
         }
@@ -348,7 +324,8 @@ impl SpillWorker {
         true
     }
 
-    /// Sends the run. If enough are under way, waits for the oldest of them first. Returns how many of its pages moved.
+    /// Sends the run; if enough runs are under way, first waits for the oldest of them, and returns how many of its
+    /// pages moved.
     fn flush(&mut self, region: &Arc<Region>) -> u64 {
         let waits = !self.run.words.is_empty() && self.under_way.len() >= UNDER_WAY;
         let stored = waits.then(|| self.stored()).flatten();
@@ -356,18 +333,18 @@ impl SpillWorker {
         stored.map_or(0, |stored| self.commit(stored))
     }
 
-    /// Waits for the runs that are under way, and changes their words. Returns how many.
+    /// Waits for the runs that are under way, and changes their words. Returns the number of moved pages.
     fn finish(&mut self) -> u64 {
         std::iter::from_fn(|| self.stored().map(|stored| self.commit(stored))).sum()
     }
 
-    /// Sends the run to the first store that does not rest; if there is none, its pages stay where they are.
+    /// Sends the run to the first store that does not rest; if there is none, its pages stay.
     fn send(&mut self, region: &Arc<Region>) {
         let ready = self.targets.iter().position(|target| target.rest_until.is_none());
         let Some(target) = ready.filter(|_| !self.run.words.is_empty()) else { return self.run.words.clear() };
         let (vm, slow) = (self.vm.clone(), self.targets[target].tier.store.clone());
         if slow.must_recover() {
-            // A write that was given up is still under way: one more would wait behind it.
+            // A write that was given up is still under way: another one would wait behind it.
             self.run.words.clear();
             return self.rest(target, PutOutcome::Busy);
         }
@@ -375,12 +352,12 @@ impl SpillWorker {
         let run = std::mem::replace(&mut self.run, std::mem::take(&mut self.spare));
         let count = run.words.len();
         let (first, bytes, blobs) = (region.key(PageIdx(run.first)), &run.bytes[..count], &run.blobs[..count]);
-        // The store may punch emptied space, too.
+        // The store may punch freed space, too.
         let ending = blocking(|| vm.state.beside(|| slow.begin_put(first, bytes, blobs)));
         self.under_way.push_back((Sent { region: region.clone(), run, target }, ending));
     }
 
-    /// Waits until the oldest run that is under way is stored or refused. A store that refused it rests.
+    /// Waits until the oldest run under way is stored or refused. A store that refused it rests.
     fn stored(&mut self) -> Option<(Sent, Vec<PutOutcome>)> {
         let (sent, ending) = self.under_way.pop_front()?;
         let mut outcomes = Vec::with_capacity(sent.run.words.len());
@@ -388,7 +365,7 @@ impl SpillWorker {
         blocking(|| vm.state.beside(|| ending(&mut outcomes)));
         let refused = outcomes.iter().rfind(|outcome| !matches!(outcome, PutOutcome::Stored(_))).copied();
         let target = &mut self.targets[sent.target];
-        // A run that was sent before the store got shorter ones makes them no shorter.
+        // A run that was sent before the limit became lower does not lower it further.
         if refused == Some(PutOutcome::Busy) && sent.run.words.len() <= target.run {
             (target.run, target.taken) = ((target.run / 2).max(SHORTEST_RUN), 0);
         } else if refused.is_none() && outcomes.len() >= target.run {
@@ -406,7 +383,7 @@ impl SpillWorker {
         Some((sent, outcomes))
     }
 
-    /// Changes the words of a run's pages that were stored. Returns how many.
+    /// Changes the words of a run's stored pages. Returns the number of moved pages.
     fn commit(&mut self, (Sent { region, mut run, target }, outcomes): (Sent, Vec<PutOutcome>)) -> u64 {
         let (vm, SlowTier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
         let copies = run.bytes.iter().zip(run.blobs.iter().map(Vec::as_slice));
@@ -416,7 +393,7 @@ impl SpillWorker {
             let page = PageIdx(page);
             let granule = region.granule(page);
             let to = Word::far(*number, handle, from.age());
-            // The mark stands for a whole granule, whose other pages have yet to go.
+            // The mark stands for a granule whose other pages must still be moved.
             let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
             let place = (granule, (page.0 - region.first_of(page).0) as usize);
             let Some(near) = vm.stores.get_near(from.store()) else {
@@ -431,12 +408,11 @@ impl SpillWorker {
         moved
     }
 
-    /// Do all slow stores rest?
     fn rests(&self) -> bool {
         self.targets.iter().all(|target| target.rest_until.is_some())
     }
 
-    /// This store refused a page: lets it rest, and reports that once. The next run goes to the store after it.
+    /// A store refused a page: lets it rest, and reports that once. The next run goes to the next store.
     fn rest(&mut self, target: usize, outcome: PutOutcome) {
         let target = &mut self.targets[target];
         let full = outcome == PutOutcome::Full;

@@ -1,9 +1,9 @@
-//! Beside: the stores of a VM that two engines serve for a moment, while it moves from one to the other.
+//! The stores of a VM while two engines serve it: a hand-over moves it from one to the other.
 //!
-//! Before: the other engine serves faults and does nothing else, so that no word starts to name a store. After: stores
-//! whose engines keep in their own memory what words name (a group's, a cluster's) know it here.
-//! Threads: the VM's worker, beside fault workers of both engines, which free the copies of restored pages.
-//! Promise: it reads words only. The set of named copies can only shrink meanwhile, so the set read contains it.
+//! Before: the other engine only serves faults, so no word begins to name a copy. After: a store whose engine keeps in
+//! its own memory which copies words name (a group's, a cluster's) knows them here.
+//! Threads: the VM's worker, beside fault workers of both engines, which free copies of restored pages.
+//! Promise: only reads words. The set of named copies can only shrink, so the set that was read contains it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,7 +16,7 @@ use crate::vm::far::live::LiveCopies;
 use ballast_page::copies::live_handle;
 
 impl Vm {
-    /// Uses the stores from now on, beside another engine that serves faults and nothing else.
+    /// Attaches the stores, beside another engine that only serves faults.
     ///
     /// # Errors
     /// Words could not be read.
@@ -24,21 +24,21 @@ impl Vm {
         self.attach_stores(|store, live| store.attach_shared(&mut live.iter()))
     }
 
-    /// That engine has closed the VM: the stores are this one's. Call it before [`Vm::start`], which may put pages into
-    /// them.
+    /// The other engine has closed the VM: takes the stores over. Call it before [`Vm::start`], which may put pages
+    /// into them.
     ///
     /// # Errors
     /// Words could not be read.
     pub fn own_stores(&self) -> io::Result<()> {
         self.attach_stores(|store, live| store.attach_exclusive(&mut live.iter()))?;
-        // Copies that the other engine has freed are not charged any more.
+        // Copies that the other engine freed are no longer charged.
         for tier in self.stores.tiers() {
             tier.store.usage();
         }
         Ok(())
     }
 
-    /// Was a word lost? The engine whose mapping met the loss may have been the other one.
+    /// Returns whether a word was lost to a memory error, also if the other engine's mapping met it.
     ///
     /// # Errors
     /// Words could not be read.
@@ -66,7 +66,7 @@ impl Vm {
         Ok(())
     }
 
-    /// The copies that words name, by the number of the store.
+    /// The copies that words name, by store number.
     fn named(&self) -> io::Result<BTreeMap<u8, LiveCopies>> {
         let mut live = BTreeMap::<u8, LiveCopies>::new();
         for (region, record) in self.regions().into_iter().zip(self.state.regions()) {

@@ -1,8 +1,8 @@
-//! The peer that is our client: a thread in the process, on the other end of the control socket.
+//! The peer of a view: our client in the view's process, where a thread reads the other end of the control socket.
 //!
-//! Before: the keeper hands over the socket. After: the client zaps, forwards discards, and stops the VM if it must.
-//! Threads: any; sequence numbers tell zaps of several workers apart.
-//! Promise: a zap that is not acknowledged in time is an error. Parts that the client did not zap are reported.
+//! Before: the keeper passes the socket on. After: the client zaps, forwards discards, and stops the VM if it must.
+//! Threads: any; sequence numbers tell zaps of several workers apart. Units: ranges of the process's addresses.
+//! Promise: a zap without an acknowledgement in time is an error. Ranges that the client did not zap are reported.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -14,25 +14,42 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, AgentPort, ClientToEngine, EngineToClient, MAX_RANGES};
 use ballast_sys::scm;
 
-use super::peer::{Heard, Peer, Zap};
 use crate::run::pool::{Notifier, blocking};
 
-/// Most time a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM never acknowledges.
+/// Longest time for a client to acknowledge a zap. A zap takes microseconds; a stopped VMM never acknowledges.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A client's reply to a zap: the parts it left alone, or an errno.
 type Zapped = Result<Vec<wire::Range>, i32>;
 
-/// What the client was asked.
+/// A message of a client.
+#[derive(Debug)]
+pub(crate) enum Heard {
+    Nothing,
+    /// A reply, which the peer has recorded.
+    Reply,
+    /// A reply for [`ClientPeer::take_agent_port`].
+    AgentPort,
+    /// Memory is about to be freed; the client waits for [`ClientPeer::discarded`].
+    Discard {
+        /// Number for the reply.
+        seq: u64,
+        ranges: Vec<wire::Range>,
+    },
+    /// An invalid message.
+    Nonsense(String),
+    Gone,
+}
+
 #[derive(Debug, Default)]
 struct Zaps {
-    /// Zaps under way: `None` until the reply; then which ranges were not zapped.
+    /// Zaps under way, by sequence number: `None` until the reply.
     under_way: HashMap<u64, Option<Zapped>>,
-    /// No thread reads replies any more.
+    /// No thread reads replies: zaps fail at once.
     is_over: bool,
 }
 
-/// The client of one process.
+/// The client of one process, at the other end of a control socket.
 #[derive(Debug)]
 pub struct ClientPeer {
     control: OwnedFd,
@@ -41,23 +58,21 @@ pub struct ClientPeer {
     answered: Condvar,
     on_answer: Notifier,
     disconnected: AtomicBool,
-    /// The port of the guest's agent is asked for: the next messages may have a descriptor.
-    wants_port: AtomicBool,
     agent_port: Mutex<Option<io::Result<Option<OwnedFd>>>>,
 }
 
-/// A zap that the client was asked for, part by part.
+/// A zap under way. The client gets its ranges in messages of at most `MAX_RANGES`, one at a time.
 #[derive(Debug)]
-struct Asked {
+pub(crate) struct Zap {
     peer: Arc<ClientPeer>,
     rest: VecDeque<Vec<wire::Range>>,
-    /// The part that was sent, and the latest time for its reply.
+    /// Sequence number of the message that was sent, and the latest time for its reply.
     awaited: Option<(u64, Instant)>,
     kept: Vec<wire::Range>,
 }
 
 impl ClientPeer {
-    /// The client at the other end of this socket. `epoch` makes the sequence numbers differ from those of earlier
+    /// The client at the other end of this socket. `epoch` keeps the sequence numbers apart from those of earlier
     /// engines.
     pub fn new(control: OwnedFd, epoch: u64) -> Self {
         Self {
@@ -67,13 +82,11 @@ impl ClientPeer {
             answered: Condvar::new(),
             on_answer: Notifier::default(),
             disconnected: AtomicBool::new(false),
-            wants_port: AtomicBool::new(false),
             agent_port: Mutex::default(),
         }
     }
 
-    /// Sends a message to the client. Never waits: if a client does not read its socket, only its own VM's requests
-    /// fail.
+    /// Sends a message. Never waits: if the client does not read its socket, only requests of its own VM fail.
     fn tell(&self, message: &EngineToClient) -> io::Result<()> {
         scm::try_send(&self.control, &wire::encode(message))
     }
@@ -82,39 +95,31 @@ impl ClientPeer {
         self.zaps.lock().expect("no panic while held")
     }
 
-    fn ask(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Asked> {
+    /// Begins to zap these ranges; poll the result when [`ClientPeer::on_answer`] is notified.
+    ///
+    /// # Errors
+    /// The client cannot be asked. Some ranges may have been zapped, which is harmless.
+    pub(crate) fn begin_zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Zap> {
         let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
-        let mut zap = Asked { peer: self, rest, awaited: None, kept: Vec::new() };
+        let mut zap = Zap { peer: self, rest, awaited: None, kept: Vec::new() };
         zap.send_next(Instant::now())?;
         Ok(zap)
     }
 
-    /// Its next message, and descriptors beside it, if it was asked for one.
-    fn receive(&self) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
-        if self.wants_port.load(Ordering::Acquire) {
-            let Some(received) = scm::try_receive(&self.control)? else { return Ok(None) };
-            // The close of a socket that lingers would hold up this thread.
-            received.fds.iter().for_each(scm::close_at_once);
-            return Ok(Some((received.bytes, received.fds)));
-        }
-        Ok(scm::try_receive_bytes(&self.control)?.map(|bytes| (bytes, Vec::new())))
-    }
-
-    /// Takes the client's reply about the port of its guest's agent.
     fn port_told(&self, port: AgentPort, mut fds: Vec<OwnedFd>) {
         let port = match port {
-            // It was taken back by the client meanwhile, or did not fit into our table: it is asked for again.
+            // The descriptor is missing, because our descriptor table was full or the client withdrew it: the engine
+            // asks again.
             AgentPort::Here if fds.is_empty() => return,
             AgentPort::Here if fds.len() > 1 => Err(io::Error::other("the VMM gave more than one port")),
             AgentPort::Here => Ok(fds.pop()),
             AgentPort::None => Ok(None),
             AgentPort::Unreachable(why) => Err(io::Error::other(why)),
         };
-        self.wants_port.store(false, Ordering::Release);
         *self.agent_port.lock().expect("no panic while held") = Some(port);
     }
 
-    /// Takes the client's reply to a zap. A reply to an earlier engine is not known here and is ignored.
+    /// Records the client's reply to a zap. The reply to a zap of an earlier engine is unknown here, and ignored.
     fn zapped(&self, seq: u64, answer: Zapped) {
         if let Some(slot) = self.zaps().under_way.get_mut(&seq) {
             *slot = Some(answer);
@@ -122,23 +127,13 @@ impl ClientPeer {
             self.on_answer.notify();
         }
     }
-}
 
-fn unheard() -> io::Error {
-    io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone, or is not listened to")
-}
-
-impl Peer for ClientPeer {
-    fn cannot_zap(&self) -> Option<String> {
-        None
-    }
-
-    fn begin_zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Box<dyn Zap>> {
-        Ok(Box::new(self.ask(ranges)?))
-    }
-
-    fn zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
-        let mut zap = self.clone().ask(ranges)?;
+    /// Zaps these ranges, and waits for the result: the parts that could not be zapped, which may still be mapped.
+    ///
+    /// # Errors
+    /// The client cannot be asked; or its answer is an error, or late; or the process has ended.
+    pub(crate) fn zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
+        let mut zap = self.clone().begin_zap(ranges)?;
         loop {
             if let Some(kept) = zap.poll(Instant::now())? {
                 return Ok(kept);
@@ -152,29 +147,32 @@ impl Peer for ClientPeer {
         }
     }
 
-    fn on_answer(&self) -> &Notifier {
+    /// Notified when a zap was answered, or the process has ended.
+    pub(crate) fn on_answer(&self) -> &Notifier {
         &self.on_answer
     }
 
-    fn take_zaps(&self) {
+    /// A thread reads the client's messages from now on.
+    pub(crate) fn take_zaps(&self) {
         self.zaps().is_over = false;
     }
 
-    fn give_up_zaps(&self) {
+    /// No thread reads the client's messages any more: threads that wait for replies return, and later zaps fail.
+    pub(crate) fn give_up_zaps(&self) {
         *self.zaps() = Zaps { under_way: HashMap::new(), is_over: true };
         self.answered.notify_all();
         self.on_answer.notify();
     }
 
-    fn input(&self) -> BorrowedFd<'_> {
-        self.control.as_fd()
-    }
-
-    fn hear(&self) -> io::Result<Heard> {
-        let (bytes, fds) = match self.receive() {
+    /// Receives its next message. Does not wait.
+    ///
+    /// # Errors
+    /// The socket fails.
+    pub(crate) fn hear(&self) -> io::Result<Heard> {
+        let scm::Received { bytes, fds } = match scm::try_receive(&self.control) {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(Heard::Gone),
-            // The client took its message back, or another process with the other end took it.
+            // Somebody else read the message: a client can keep a duplicate of our end.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Heard::Nonsense(error.to_string())),
             Err(error) => return Err(error),
@@ -194,45 +192,61 @@ impl Peer for ClientPeer {
         })
     }
 
-    fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()> {
+    /// Sends the result of the discard with this number.
+    pub(crate) fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()> {
         self.tell(&EngineToClient::DiscardDone { seq, error })
     }
 
-    /// One that does not hear it goes on asking.
-    fn settled(&self, range: wire::Range) {
+    /// Tells it that this range, whole units of a region, is in memory and has no copy. It holds until the next zap
+    /// there. A client that misses the message goes on asking for each discard.
+    pub(crate) fn settled(&self, range: wire::Range) {
         let _ = self.tell(&EngineToClient::Settled { range });
     }
 
-    fn ask_agent_port(&self) -> io::Result<()> {
-        self.wants_port.store(true, Ordering::Release);
+    /// Asks for the host's end of the agent's port; the reply is [`Heard::AgentPort`].
+    pub(crate) fn ask_agent_port(&self) -> io::Result<()> {
         self.tell(&EngineToClient::AgentPort)
     }
 
-    fn take_agent_port(&self) -> Option<io::Result<Option<OwnedFd>>> {
+    /// Takes the reply: a connected socket, or `None` if the VMM has no such port.
+    pub(crate) fn take_agent_port(&self) -> Option<io::Result<Option<OwnedFd>>> {
         self.agent_port.lock().expect("no panic while held").take()
     }
 
-    fn stop_vm(&self, reason: &str) -> io::Result<()> {
+    /// Stops the VM: its memory cannot be kept right.
+    pub(crate) fn stop_vm(&self, reason: &str) -> io::Result<()> {
         self.tell(&EngineToClient::FailStop { reason: reason.to_owned() })
     }
 
-    fn disconnect(&self) {
+    /// The process has ended, or is treated as if it had: no thread waits for a reply any more.
+    pub fn disconnect(&self) {
         self.disconnected.store(true, Ordering::Release);
         self.give_up_zaps();
     }
 
-    fn is_disconnected(&self) -> bool {
+    /// Returns whether [`ClientPeer::disconnect`] was called.
+    pub fn is_disconnected(&self) -> bool {
         self.disconnected.load(Ordering::Acquire)
-    }
-
-    /// The keeper sees the end, by the attach socket.
-    fn has_ended(&self) -> bool {
-        false
     }
 }
 
-impl Zap for Asked {
-    fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
+/// Readable when there is a message.
+impl AsFd for ClientPeer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.control.as_fd()
+    }
+}
+
+fn unheard() -> io::Error {
+    io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone, or its messages are not read")
+}
+
+impl Zap {
+    /// Once the zap is done, the parts that could not be zapped; `None` before.
+    ///
+    /// # Errors
+    /// Those of [`ClientPeer::zap`].
+    pub fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
         while let Some((seq, until)) = self.awaited {
             let answer = {
                 let mut zaps = self.peer.zaps();
@@ -249,13 +263,12 @@ impl Zap for Asked {
         Ok(Some(std::mem::take(&mut self.kept)))
     }
 
-    fn until(&self) -> Option<Instant> {
+    /// Time at which the zap fails for lack of an answer.
+    pub fn until(&self) -> Option<Instant> {
         self.awaited.map(|(_, until)| until)
     }
-}
 
-impl Asked {
-    /// Asks for the next part, if one is left.
+    /// Sends the next part, if one is left.
     fn send_next(&mut self, now: Instant) -> io::Result<()> {
         self.awaited = None;
         let Some(ranges) = self.rest.pop_front() else { return Ok(()) };
@@ -272,7 +285,7 @@ impl Asked {
     }
 }
 
-impl Drop for Asked {
+impl Drop for Zap {
     fn drop(&mut self) {
         if let Some((seq, _)) = self.awaited {
             self.peer.zaps().under_way.remove(&seq);
@@ -296,7 +309,7 @@ mod tests {
         under_way.poll(Instant::now()).map(drop).map_err(broken).expect_err("given up");
         peer.clone().begin_zap(&range).map(drop).map_err(broken).expect_err("nobody listens");
         peer.clone().zap(&range).map(drop).map_err(broken).expect_err("nobody listens");
-        // The VM is opened again, with the same view.
+        // The VM is opened again, with its old view.
         peer.take_zaps();
         let mut asked = peer.clone().begin_zap(&range).expect("asked");
         let next = || scm::receive(&ours).expect("receive").expect("open");
@@ -318,7 +331,6 @@ mod tests {
         for (count, is_port) in [(2, false), (1, true)] {
             let said = wire::encode(&ClientToEngine::AgentPort(AgentPort::Here));
             scm::send(&ours, &said, &[ours.as_fd(); 2][..count]).expect("sent");
-            peer.wants_port.store(true, Ordering::Release);
             peer.hear().expect("heard");
             assert_eq!(peer.take_agent_port().expect("a reply").is_ok(), is_port, "{count}");
         }

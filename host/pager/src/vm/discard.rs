@@ -1,10 +1,10 @@
-//! Discards of the VMM: a balloon, free page reporting, an unplug.
+//! Discards of the VMM: a balloon, free page reporting, or an unplug frees guest RAM.
 //!
-//! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros; after an
-//! unplug, what is in the file stays.
-//! Threads: any; an unplug, and the punch of pages without words, exclude all threads that move pages. Promise: it
-//! discards only what was asked for: ends are rounded inward. The words of pages that never moved are not touched, so
-//! a discard of terabytes (virtio-mem, as it starts) costs no memory and no time for each page.
+//! Before: a client asks, and waits. After: copies and memory are freed, and the next touch reads zeros; an unplug
+//! frees only copies.
+//! Threads: any; an unplug, and the punch of pages without words, exclude all threads that move pages.
+//! Promise: a range is rounded inward, so nothing else is discarded. Words of pages that never moved are not touched: a
+//! discard of terabytes (virtio-mem, as it starts) needs no memory, and no time for each page.
 
 use std::io;
 use std::sync::Arc;
@@ -24,22 +24,21 @@ use ballast_page::discard::{Discarded, discard};
 use ballast_page::memory::{Backing, Mapped};
 use ballast_page::page_state::State;
 
-/// How long a discard waits for a page that is locked, while another engine serves the VM as well. The lock may be one
-/// that a killed engine has left: then it goes when this engine has closed the VM and opens it again, which a discard
-/// must not keep it from.
+/// Longest wait of a discard for a locked page while another engine serves the VM, too. A killed engine may have left
+/// the lock, which goes when this engine closes the VM and opens it again: a discard must not prevent that.
 const LOCKED_FOR: Duration = Duration::from_millis(20);
-/// The same without another engine: the page's bytes are on their way from a disk or a cluster. Then it is tried again,
-/// so that faults on the pages before it are served meanwhile. (Memory that is unplugged always waits so long.)
+/// Longest wait for a locked page without another engine: the page is being read from a disk or a cluster. The discard
+/// is then retried, and its client's faults on the pages before are served. (An unplug always waits this long.)
 const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
-/// Pages of a discard from which on pages without words are looked for: 32 MiB.
+/// A discard of at least this many pages (32 MiB) first punches the pages whose words were never written.
 const LARGE: u64 = 1 << 13;
-/// Pages of a large discard for which other threads that move pages wait: 1 GiB, whose punch takes some 50 ms if all of
-/// it is in memory.
+/// Pages that such a discard punches under one exclusive hold of the layout: 1 GiB takes some 50 ms if all of it is
+/// resident.
 const STRETCH: u64 = 1 << 18;
-/// How long the healing of a poisoned page waits for memory.
+/// Longest wait for free memory when zeros replace a poisoned page.
 const HEALS_FOR: Duration = Duration::from_secs(1);
 
-/// RAM is about to be unplugged: reclaim is held until this is dropped.
+/// RAM is about to be unplugged: reclaim is held until this guard is dropped.
 #[derive(Debug)]
 #[must_use = "reclaim is held only as long as this lives"]
 pub struct Unplugging<'a>(&'a Vm);
@@ -50,7 +49,6 @@ impl Drop for Unplugging<'_> {
     }
 }
 
-/// What a discard frees.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Frees {
     /// Memory and copies.
@@ -60,15 +58,15 @@ enum Frees {
 }
 
 impl Vm {
-    /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
-    /// RAM are ignored; ends are rounded inward to whole granules, as the kernel's punch would.
+    /// Discards ranges of addresses of `view`: frees their copies and their memory. Ranges outside the VM's RAM are
+    /// ignored; ends are rounded inward to whole granules, as the kernel's punch does.
     ///
     /// # Errors
-    /// `Interrupted`: the VM is to be closed. `WouldBlock`: a page has been locked for long; try again. Otherwise
-    /// memory could not be freed. Some of it may be freed each time.
+    /// `Interrupted`: the VM is to be closed. `WouldBlock`: a page stayed locked; try again. Otherwise memory could not
+    /// be freed. In each case some of the ranges may have been discarded.
     pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
         for (start, len) in ranges {
-            let layout = self.layout();
+            let layout = self.memory.layout();
             let Some((number, first)) = view.find(*start) else { continue };
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
@@ -84,9 +82,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Discards a part of a large range. A page whose word was never written has no copy, and no worker is at work on
-    /// it while nothing moves: all of these are punched first, and the words stay as they are. A touch meanwhile finds
-    /// the page, or zeros.
+    /// Discards a part of a large range. A page whose word was never written has no copy, and no worker moves it while
+    /// the layout is held exclusively: these pages are punched first, and their words stay unwritten. A touch finds the
+    /// old page or zeros.
     fn discard_stretch(&self, region: &Region, stretch: PageRange) -> io::Result<()> {
         let records = self.state.regions();
         let Some(record) = records.get(region.number as usize) else { return Ok(()) };
@@ -102,11 +100,11 @@ impl Vm {
                 self.punch_unwritten(region, unwritten)?;
             }
         }
-        let _layout = self.layout();
+        let _layout = self.memory.layout();
         if region.is_removed() {
             return Ok(());
         }
-        // Asked again: a touch meanwhile may have found that a page's memory has failed.
+        // Read again: after the exclusive hold, a fault may have met a failed page and written its word.
         let written = self.state.written_words_within(record, stretch)?;
         written.into_iter().try_for_each(|pages| self.discard_run(region, pages, Frees::Memory))
     }
@@ -129,7 +127,6 @@ impl Vm {
     }
 
     fn discard_run(&self, region: &Region, pages: PageRange, frees: Frees) -> io::Result<()> {
-        /// Pages whose locks are held together.
         const BATCH: u64 = 512;
         let views = self.views();
         let heal = |page| {
@@ -141,10 +138,10 @@ impl Vm {
                 let begun = Instant::now();
                 loop {
                     let filled = memory.install_zero(page)?;
-                    // Another view may have filled the hole already; then this view's mark is replaced by that page.
+                    // If another view has filled the hole, that page replaces this view's poison mark.
                     let there = filled == FillOutcome::AlreadyThere;
                     match if there { memory.map(page)? } else { filled } {
-                        // The address space changes, or memory is short, for a moment. If it lasts, it stays poisoned.
+                        // The address space is changing, or memory is short. If that lasts, the page stays poisoned.
                         FillOutcome::Retry if begun.elapsed() > HEALS_FOR || self.is_stopping() => {
                             return Err(io::ErrorKind::OutOfMemory.into());
                         }
@@ -157,11 +154,12 @@ impl Vm {
         let mut not_healed = None;
         for first in pages.step_by(BATCH) {
             if self.is_stopping() {
-                // A range of terabytes takes minutes, and the thread that ends this VM waits for it.
+                // A range of terabytes takes minutes, and the thread that closes this VM waits for it.
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let run = PageRange::of(first, BATCH).before(pages.end());
-            // A punch splits huge mappings. Nothing waits for the discard of pages that were not punched.
+            // The punch splits huge mappings. Coalescing must not be mapping one of these units, and page locks are not
+            // held yet.
             let begun = Instant::now();
             region.units().disturb(run, || pause(begun));
             let granule_of = |page| region.granule(page);
@@ -171,7 +169,7 @@ impl Vm {
                 if self.is_stopping() {
                     return Err(io::ErrorKind::Interrupted.into());
                 }
-                // An unplug is not tried again.
+                // An unplug is not retried.
                 let short = frees == Frees::Memory && !self.life.is_alone();
                 let limit = if short { LOCKED_FOR } else { LOCKED_FOR_LONG };
                 if begun.elapsed() > limit {
@@ -192,28 +190,31 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// Nothing is reclaimed until what this returns is dropped: RAM is about to be unplugged, and which of its pages
-    /// are far must not change meanwhile.
+    /// Holds reclaim until the returned guard is dropped: RAM is about to be unplugged, and its set of far pages must
+    /// not grow until then.
     pub fn begin_unplug(&self) -> Unplugging<'_> {
         self.hold(Hold::Unplug, Some("RAM of it is about to be unplugged".into()));
         let unplugging = Unplugging(self);
-        // Every batch under way has seen the hold.
+        // Waits for the batches that began before the hold.
         drop(self.memory.change_layout());
         unplugging
     }
 
-    /// This process is about to unmap a region that stays a part of the VM.
+    /// Forgets where `view` maps a region: its process is about to unmap it, and the region stays a part of the VM.
     pub fn forget_span(&self, view: &View, start: Hva) {
         let _layout = self.memory.change_layout();
         view.remove_span(start);
     }
 
-    /// RAM is about to be unplugged: forgets its far pages. What is in its file stays there: others may have the file,
-    /// and the kernel frees it when nobody has it. `number`: its number, for a view that came without it. Returns its
-    /// number if no process has it any more. If others have it, it is one of [`Vm::left_unplugged`] when these end.
+    /// Forgets a region's far pages, and where `view` maps it: its RAM is about to be unplugged. The bytes in its file
+    /// stay: another process may have the file, and the kernel frees it after the last one. `number` is the region's
+    /// number, for a view that was added without it.
+    ///
+    /// Returns the number if no process of the VM maps the region any more. If others do, [`Vm::left_unplugged`] lists
+    /// it when these end.
     ///
     /// # Errors
-    /// A page is locked for long, or a table is lost. The region stays a part of the VM, without this view.
+    /// A page stays locked, or a table is lost. The region stays a part of the VM, without this view.
     pub fn remove_region(&self, view: &View, start: Hva, number: Option<u32>) -> io::Result<Option<u32>> {
         let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start).or(number) else { return Ok(None) };
@@ -227,7 +228,7 @@ impl Vm {
         Ok(Some(number))
     }
 
-    /// Regions that a process has unplugged, and that the others had until they ended.
+    /// Regions that one process unplugged while others still mapped them, and that no process maps now.
     pub fn left_unplugged(&self) -> Vec<Arc<Region>> {
         let views = self.views();
         let is_left = |region: &Arc<Region>| {
@@ -237,7 +238,7 @@ impl Vm {
         self.regions().into_iter().filter(is_left).collect()
     }
 
-    /// Removes such a region, unless a process has it again.
+    /// Removes a region that is in [`Vm::left_unplugged`]; no effect if a process maps it again.
     ///
     /// # Errors
     /// Those of [`Vm::remove_region`].
@@ -249,7 +250,7 @@ impl Vm {
         self.forget_region(number)
     }
 
-    /// No process has this region: it is no part of the VM any more.
+    /// Makes a region that no process maps no part of the VM.
     fn forget_region(&self, number: u32) -> io::Result<()> {
         if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
             let records = self.state.regions();

@@ -1,7 +1,8 @@
-//! Discards that clients asked for, until they are carried out.
+//! The queue of discards that clients have asked for.
 //!
-//! Before: a client asked, and waits. After: the discard worker has carried it out, and replied.
-//! Threads: any. Promise: a client has one under way at a time: no more is read from it meanwhile.
+//! Before: a client asks, and waits. After: the discard worker has carried the discard out, and replied.
+//! Threads: any.
+//! Promise: a client has at most one discard under way, because its next message is not read before.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,17 +14,16 @@ use crate::run::pool::Notifier;
 use crate::run::set::Notify;
 use crate::vm::view::View;
 
-/// One of them.
 #[derive(Debug)]
 pub(crate) struct Asked {
     pub view: Arc<View>,
     pub seq: u64,
     pub ranges: Vec<wire::Range>,
-    /// Lets the client ask again.
+    /// Dropped when the client may ask again.
     pub then: Rearm,
 }
 
-/// When this is dropped, the client's next message is read.
+/// Dropping it has the client's next message read.
 #[derive(Debug)]
 pub(crate) struct Rearm(pub Arc<AtomicBool>, pub Notify);
 
@@ -34,7 +34,6 @@ impl Drop for Rearm {
     }
 }
 
-/// The discards of one VM.
 #[derive(Debug, Default)]
 pub(crate) struct Discards {
     asked: Mutex<VecDeque<Asked>>,
@@ -43,18 +42,16 @@ pub(crate) struct Discards {
 }
 
 impl Discards {
-    /// Has this one carried out.
     pub fn push(&self, asked: Asked) {
         self.asked.lock().expect("no panic while held").push_back(asked);
         self.notifier.notify();
     }
 
-    /// Has this one carried out before the others, later.
+    /// Puts a discard back at the head of the queue, to be retried later.
     pub fn put_back(&self, asked: Asked) {
         self.asked.lock().expect("no panic while held").push_front(asked);
     }
 
-    /// The oldest.
     pub fn pop(&self) -> Option<Asked> {
         self.asked.lock().expect("no panic while held").pop_front()
     }

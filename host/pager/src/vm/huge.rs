@@ -1,7 +1,9 @@
 //! Which units of a VM are mapped huge in a view, and where.
 //!
-//! Before: a chunk is about to be registered. After: each unit of it that is mapped huge is known as such, and is
-//! mapped huge again when it is whole. Threads: any. Units: 2 MiB. Promise: what is not known stays in base pages.
+//! Before: a chunk is about to be registered. After: its units that are mapped huge are marked, and coalescing maps
+//! them huge again when they are whole.
+//! Threads: any. Units: 2 MiB.
+//! Promise: an unmarked unit stays in base pages.
 
 use ballast_base::{HUGE_SIZE, Hva, PageIdx, PageRange};
 use ballast_sys::remote::is_unit_aligned;
@@ -9,14 +11,14 @@ use ballast_sys::remote::is_unit_aligned;
 use crate::vm::region::Region;
 use crate::vm::view::View;
 
-/// The address of a unit in a view, if it may be mapped huge there: aligned in file and address.
+/// Address of a unit in a view; `None` unless both it and the unit's offset in the file are aligned to 2 MiB.
 pub(crate) fn unit_addr(view: &View, region: &Region, unit: u64) -> Option<Hva> {
     let addr = view.base(region.number)? + PageIdx::first_of_unit(unit).offset();
     (is_unit_aligned(addr) && region.is_unit_aligned()).then_some(addr)
 }
 
-/// Notes which units of these pages are mapped huge in a view, before pages of them are zapped. If that fails it is no
-/// error: the units then stay in base pages.
+/// Marks the units of these pages that are mapped huge in a view, before a zap splits them. A failure is no error:
+/// unmarked units stay in base pages.
 pub(crate) fn learn(view: &View, region: &Region, pages: PageRange) {
     let Some(base) = view.base(region.number).filter(|base| is_unit_aligned(*base) && region.is_unit_aligned()) else {
         return;

@@ -1,9 +1,9 @@
-//! Inspect: tells whether this program could serve a VM that another engine serves at this moment.
+//! Inspect: checks whether this program could serve a VM that another engine serves now.
 //!
-//! Before: an engine of this program is to follow a running one. After: nothing has changed, and it is known whether
-//! recovery would understand every word, or which one it would not.
-//! Threads: any, beside the workers of the other engine, which change words all the time.
-//! Promise: it only reads, with `pread`, through a descriptor that cannot write.
+//! Before: a hand-over to an engine of this program begins. After: nothing has changed, and the caller knows whether
+//! recovery would understand each word, or which one it would not.
+//! Threads: any, beside the other engine's workers, which change words all the time.
+//! Promise: it only reads, with `pread`, through a read-only descriptor.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,25 +13,25 @@ use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_page::page_state::{State, Word};
 use ballast_sys::memfd;
 
-/// Words read at once.
+/// Words that one `pread` returns.
 const PIECE: u64 = 64 * PAGE_SIZE as u64 / 8;
 
-/// What was seen. While another engine serves the VM, the numbers are not of one moment.
+/// Counts of the words that were read. While another engine serves the VM, they are no consistent snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Inspected {
     /// Words that were ever written.
     pub words: u64,
     /// Pages in stores.
     pub far: u64,
-    /// Pages on their way: what the other engine leaves half done if it dies now.
+    /// Pages in quarantine, being evicted, or locked: the state that a death of the other engine would leave half done.
     pub moving: u64,
 }
 
-/// Reads all words of a VM whose copies are in stores of these numbers.
+/// Reads all words of a VM. `stores` has the numbers of the stores that this program has for it.
 ///
 /// # Errors
-/// A word that this program does not understand, or a page in a store that the VM does not have, named with its region
-/// and page; or words could not be read.
+/// A word of an unknown kind, or a page in a store that is not among `stores`, with its region and page; or words could
+/// not be read.
 pub fn inspect(state: &StateFile, stores: &[u8]) -> Result<Inspected, StateError> {
     let file = memfd::reopen(state.fd(), false)?;
     let mut seen = Inspected::default();
@@ -98,7 +98,7 @@ mod tests {
 
     const PAGES: u64 = 1024;
 
-    /// A VM of one region whose words begin with these.
+    /// The state file of a VM of one region, which begins with these words.
     fn state(words: &[Word]) -> StateFile {
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
         let ram = memfd::create("ballast-test", Bytes(PAGES * PAGE_SIZE as u64)).expect("memfd");

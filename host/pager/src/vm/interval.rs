@@ -1,14 +1,13 @@
-//! The refault interval: how long restored pages had been far.
+//! Refault intervals: the time from a page's eviction to the touch that restored it.
 //!
-//! Before: a page's word was stamped as it became Far. After: the VM's counters hold the sum of the refault intervals
-//! of all restored pages. From these, policies compute how much of the far memory is in use (Little's law: the number
-//! of pages restored in a second, times their refault interval, is the number of them that are far at a time).
+//! Before: a page's word was stamped as it became Far. After: the VM's counters have the sum of the intervals of all
+//! restored pages. From it, policies compute the far memory that is in use, by Little's law: the pages restored in a
+//! second, times their refault interval, is the number of them that are far at a time.
 //! Threads: any. Units: milliseconds.
-//! Promise: the stamp is the age byte, which a far page does not otherwise use; a later engine reads it the same way.
-//! It counts steps of 256 ms, modulo [`WRAPS_MS`]. An engine knows more about pages that it evicted itself
-//! ([`Departures`]: steps of 16 ms, modulo 17 minutes), in 2 bytes for each page of a chunk (32 MiB) with an evicted
-//! page. How often a time has wrapped is not known, but how often at least: a page that was far for long never looks
-//! like one that was wanted at once.
+//! Promise: the stamp is the age byte, which a far page does not use otherwise; a later engine reads it, too. It counts
+//! steps of 256 ms, modulo [`WRAPS_MS`]. For pages that this engine evicted, [`Departures`] has steps of 16 ms, modulo
+//! 17 minutes, in 2 bytes for each page of a chunk (32 MiB) with an evicted page. The number of wraps is unknown but
+//! has a lower bound: a page that was far for long never looks like one that refaulted at once.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
@@ -17,12 +16,11 @@ use ballast_base::PageRange;
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_sys::clock;
 
-/// Step of the stamps in milliseconds: a byte of steps is 65 s.
+/// Step of the stamps in milliseconds: one byte spans 65 s.
 const STEP_MS: u64 = 256;
-/// Intervals between stamps count modulo this, in milliseconds.
+/// Intervals between stamps are modulo this, in milliseconds.
 const WRAPS_MS: u64 = 256 * STEP_MS;
 
-/// The stamp of the present time.
 pub fn stamp() -> u8 {
     (now_ms() / STEP_MS) as u8
 }
@@ -39,37 +37,33 @@ fn between_ms(from: u8, to: u8) -> u64 {
 
 /// The reciprocal of a refault interval, in thousandths of 1/s.
 pub fn milli_hz(interval_ms: u64) -> u64 {
-    // An interval of less than a step is half a step on average.
+    // An interval below one step is half a step on average.
     1_000_000 / interval_ms.max(STEP_MS / 2)
 }
 
-/// A page that is restored sooner than this after its eviction was a wrong choice.
+/// A page with a shorter refault interval than this was a wrong choice for eviction.
 pub const SOON_MS: u64 = 10_000;
 
-/// Step of the finer times in milliseconds.
+/// Step of [`Departures`] in milliseconds.
 const FINE_MS: u64 = 16;
-/// Finer times count modulo this, in milliseconds: 17 minutes.
+/// Times in [`Departures`] are modulo this, in milliseconds: 17 minutes.
 const FINE_WRAPS_MS: u64 = (1 << 16) * FINE_MS;
 
-/// The time at which this engine evicted each page of a region: finer than stamps.
+/// The time at which this engine evicted each page of a region, in finer steps than the stamps.
 #[derive(Debug)]
 pub struct Departures {
-    /// When this engine opened the region.
     opened_ms: u64,
     chunks: Box<[OnceLock<Chunk>]>,
 }
 
-/// A chunk with an evicted page.
 #[derive(Debug)]
 struct Chunk {
-    /// The last departure of a page of it.
     last_ms: AtomicU64,
-    /// Steps of [`FINE_MS`], modulo 2^16; 0 is unknown.
+    /// Steps of [`FINE_MS`], modulo 2^16; 0: unknown.
     pages: Box<[AtomicU16]>,
 }
 
 impl Departures {
-    /// The departures of a region of this many pages.
     pub fn new(pages: u64) -> Self {
         Self::opened(pages, now_ms())
     }
@@ -78,7 +72,7 @@ impl Departures {
         Self { opened_ms, chunks: (0..pages.div_ceil(PAGES_PER_CHUNK)).map(|_| OnceLock::new()).collect() }
     }
 
-    /// Notes that these pages, of one chunk, are about to be evicted.
+    /// Notes that these pages, all of one chunk, are about to be evicted.
     pub fn go(&self, pages: PageRange) {
         self.go_at(pages, now_ms());
     }
@@ -91,17 +85,17 @@ impl Departures {
         });
         chunk.last_ms.fetch_max(now_ms, Ordering::Relaxed);
         let at = |page: u64| &chunk.pages[(page % PAGES_PER_CHUNK) as usize];
-        // Release: who reads the time of a page finds at least that time as the chunk's last one.
+        // Release: a reader of a page's time also sees a `last_ms` that is no earlier.
         pages.iter().for_each(|page| at(page.0).store(fine(now_ms), Ordering::Release));
     }
 
-    /// The refault interval in milliseconds of a page that is restored now, and whose word has this stamp.
+    /// The refault interval, in milliseconds, of a page that is restored at `now_ms` and whose word has this stamp.
     pub fn refault_ms(&self, page: u64, stamp: u8, now_ms: u64) -> u64 {
         let chunk = self.chunks.get((page / PAGES_PER_CHUNK) as usize).and_then(OnceLock::get);
         let went = chunk.map(|chunk| (chunk, chunk.pages[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Acquire)));
         let Some((chunk, went)) = went.filter(|(_, went)| *went != 0) else {
-            // An earlier engine evicted it: a while ago, and nobody knows how long before this engine opened the VM.
-            // If it was just before, this makes it look colder once; else it would look up to 500 times as hot.
+            // An earlier engine evicted it, an unknown time before this engine opened the VM. `least` may make the page
+            // look colder than it is, once; without it, it could look up to 500 times as hot.
             let least = now_ms.saturating_sub(self.opened_ms).max(WRAPS_MS);
             return unwrapped(between_ms(stamp, (now_ms / STEP_MS) as u8), WRAPS_MS, least, STEP_MS);
         };
@@ -116,12 +110,12 @@ impl Departures {
     }
 }
 
-/// An interval that counts modulo `wraps`, is `least` at least, and may be up to `off` too short.
+/// An interval known modulo `wraps`, up to `off` too short, made at least `least` long by adding wraps.
 fn unwrapped(interval: u64, wraps: u64, least: u64, off: u64) -> u64 {
     interval + least.saturating_sub(interval + off).div_ceil(wraps) * wraps
 }
 
-/// The step of this time; never 0.
+/// The step of a time; never 0.
 fn fine(now_ms: u64) -> u16 {
     ((now_ms / FINE_MS) as u16).max(1)
 }
@@ -139,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_knows_finer_times_of_pages_that_it_evicted_and_otherwise_reads_the_stamp() {
+    fn intervals_are_fine_for_pages_that_this_engine_evicted_and_else_from_stamps() {
         let departures = Departures::new(1000);
         let (now, stamp) = (now_ms(), super::stamp().wrapping_sub(8));
         let read = |page| departures.refault_ms(page, stamp, now_ms());
@@ -163,7 +157,7 @@ mod tests {
             departures.go_at(PageRange::of(PageIdx(5), 3), OPENED + 10);
             let read = departures.refault_ms(6, stamp(OPENED + 10), OPENED + 10 + far_ms);
             assert!(read.abs_diff(far_ms) <= 2 * FINE_MS, "{far_ms} reads {read}");
-            // An earlier engine did, just before this one opened the VM, or long before.
+            // An earlier engine evicted it, just before this engine opened the VM, or long before.
             for before_ms in [0, 10 * WRAPS_MS + 3] {
                 let went = OPENED - before_ms;
                 let read = departures.refault_ms(600, stamp(went), OPENED + far_ms);

@@ -1,8 +1,8 @@
-//! Kept: parts of a view that cannot be zapped, because the VMM has mapped other memory over its RAM, or locked it.
+//! Kept: parts of a view that cannot be zapped, because the VMM locked them or mapped other memory over its RAM.
 //!
-//! Before: a client zapped and left parts alone. After: reclaim does not propose those parts again.
-//! Threads: any; the worker that zaps writes. Units: pages of a region, whole granules.
-//! Promise: a kept part stays so for as long as the region is mapped in this view.
+//! Before: a client zapped a range and reported parts that it kept. After: reclaim does not propose those parts again.
+//! Threads: any; only the worker that zaps writes. Units: pages of a region, whole granules.
+//! Promise: a part stays kept as long as the region is mapped in this view.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,23 +10,22 @@ use std::sync::{PoisonError, RwLock};
 
 use ballast_base::PageRange;
 
-/// Keys are region number and first page; values are the page after the last one.
+/// Key: region number and first page; value: the page after the last one.
 type Parts = BTreeMap<(u32, u64), u64>;
 
-/// Most parts that are kept separately in a view: as many mappings as the kernel lets a process have. Beyond that, the
-/// pages between two parts count as kept as well.
+/// Most parts of a view, about as many as a process may have mappings (`vm.max_map_count`). Beyond that, the pages
+/// between two parts count as kept as well.
 const MOST: usize = 1 << 16;
 
-/// The parts of one view that are kept.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
-    /// No two of a region overlap or touch.
+    /// Parts of one region neither overlap nor touch.
     parts: RwLock<Parts>,
     any: AtomicBool,
 }
 
 impl Kept {
-    /// Keeps these pages. Returns whether some were not kept before.
+    /// Marks these pages as kept. Returns whether that changed anything.
     pub fn add(&self, region: u32, pages: PageRange) -> bool {
         if pages.is_empty() {
             return false;
@@ -60,18 +59,16 @@ impl Kept {
         true
     }
 
-    /// Is any part kept?
     pub fn any(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }
 
-    /// Is this page kept?
     pub fn contains(&self, region: u32, page: u64) -> bool {
         let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
         parts.range((region, 0)..=(region, page)).next_back().is_some_and(|(_, end)| page < *end)
     }
 
-    /// Forgets a region that is not mapped there any more.
+    /// Forgets a region that this view no longer maps.
     pub fn forget(&self, region: u32) {
         let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
         parts.retain(|(number, _), _| *number != region);
@@ -86,9 +83,9 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_client_that_keeps_every_other_page_costs_no_more_than_the_kernel_lets_it_have_mappings() {
+    fn parts_of_a_client_that_keeps_every_other_page_are_bounded() {
         let kept = Kept::default();
-        // In descending order, so that each lies before all others.
+        // In descending order: each part lies before all others.
         for page in (0..2 * MOST as u64).rev() {
             assert!(kept.add(1, PageRange::one(PageIdx(2 * page))), "page {page}");
         }

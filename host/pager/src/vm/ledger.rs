@@ -1,13 +1,12 @@
-//! The ledger: books every move of a page, once.
+//! The ledger: books each move of a page once.
 //!
-//! Before: a fault, a prefetch, an eviction or a discard has moved words. After: the gauges, the counters, the
-//! latencies, the refault history and the fault throttle know of it.
+//! Before: a fault, readahead, an eviction or a discard has changed words. After: gauges, counters, latencies, the
+//! refault history and the fault throttle include it.
 //! Threads: any; counters are relaxed atomics. Units: pages.
-//! Promise: a gauge changes by the words that were replaced, under their lock, so the gauges are exact while nothing
-//! moves; [`Vm::census`] is the slow truth to compare them with.
+//! Promise: a gauge changes by the word that was replaced under its lock, so gauges are exact while no page moves.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ballast_base::PageIdx;
 
@@ -20,7 +19,7 @@ use ballast_page::outcome::{Move, Outcome, Served};
 use ballast_page::page_state::State;
 use ballast_page::punch::Evicted;
 
-/// The gauge that counts pages in this state.
+/// The gauge that counts pages in this state; `None` for Resident, which the files know.
 fn gauge(state: State) -> Option<Counter> {
     match state {
         State::Resident => None,
@@ -31,21 +30,19 @@ fn gauge(state: State) -> Option<Counter> {
     }
 }
 
-/// The ledger of one VM.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ledger<'a> {
     vm: &'a Vm,
 }
 
 impl Vm {
-    /// Where moves are booked.
     pub(crate) fn ledger(&self) -> Ledger<'_> {
         Ledger { vm: self }
     }
 }
 
 impl Ledger<'_> {
-    /// This many pages moved from one state to another.
+    /// Books that this many pages changed their state.
     pub fn moved(self, from: State, to: State, pages: u64) {
         if to == State::Resident {
             self.vm.mail.became_resident();
@@ -63,15 +60,14 @@ impl Ledger<'_> {
         }
     }
 
-    /// A fault that was read at `since` was tried. Returns the refault interval of a page that was restored.
-    pub fn fault(self, region: &Region, page: PageIdx, outcome: &Outcome, since: Instant) -> Duration {
+    /// Books a try to serve a fault that was read at `since`.
+    pub fn fault(self, region: &Region, page: PageIdx, outcome: &Outcome, since: Instant) {
         let pages = region.granule_pages();
         self.brought_in(region, page, outcome);
-        let Ok(served) = outcome.served else { return Duration::ZERO };
+        let Ok(served) = outcome.served else { return };
         let stats = self.vm.stats();
         if served == Served::Later {
-            stats.add(Counter::FaultDeferred, 1);
-            return Duration::ZERO;
+            return stats.add(Counter::FaultDeferred, 1);
         }
         let took = since.elapsed();
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
@@ -79,13 +75,12 @@ impl Ledger<'_> {
         }
         let is_restore = matches!(served, Served::Restored | Served::Filled { .. });
         stats.record(if is_restore { Latency::Restore } else { Latency::Other }, took);
-        match outcome.moved {
-            Some(moved) if served == Served::Restored => self.refaulted(region, page, &[moved]),
-            _ => Duration::ZERO,
+        if let Some(moved) = outcome.moved.filter(|_| served == Served::Restored) {
+            self.refaulted(region, page, &[moved]);
         }
     }
 
-    /// A granule was brought in, or a try failed: books what counts whether a thread waits for it or not.
+    /// Books a try to bring a granule in, whether a thread waits for it or not.
     pub fn brought_in(self, region: &Region, page: PageIdx, outcome: &Outcome) {
         let (stats, pages) = (self.vm.stats(), region.granule_pages());
         if let Some(moved) = outcome.moved {
@@ -111,7 +106,7 @@ impl Ledger<'_> {
         self.report(served, region.number, page);
     }
 
-    /// Base pages were restored before they were touched, from `first` on.
+    /// Books base pages, from `first` on, that were restored before a touch.
     pub fn prefetched(self, region: &Region, first: PageIdx, moves: &[Move]) {
         for moved in moves {
             self.moved(moved.from.state(), moved.to.state(), 1);
@@ -121,13 +116,13 @@ impl Ledger<'_> {
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
 
-    /// Base pages left quarantine before they were touched: a thread in order will touch them.
+    /// Books base pages that readahead mapped out of quarantine: a thread that touches pages in order will touch them.
     pub fn mapped_ahead(self, moves: &[Move]) {
         moves.iter().for_each(|moved| self.moved(moved.from.state(), moved.to.state(), 1));
         self.vm.stats().add(Counter::QuarantineHits, moves.len() as u64);
     }
 
-    /// Holes of base pages were filled with zeros before they were touched.
+    /// Books holes of base pages that readahead filled with zeros.
     pub fn zeroed_ahead(self, moves: &[Move]) {
         let zero = moves.iter().filter(|moved| moved.from.state() == State::Zero).count() as u64;
         self.moved(State::Zero, State::Resident, zero);
@@ -135,8 +130,8 @@ impl Ledger<'_> {
         self.vm.mail.charge(moves.len() as u64);
     }
 
-    /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
-    fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
+    /// Books the refaults of neighbouring granules from `first` on.
+    fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) {
         let (now_ms, mut interval_ms, mut milli_hz, mut soon) = (interval::now_ms(), 0, 0, 0);
         let has_agent = self.vm.mail.agent.has_port();
         for (at, moved) in moves.iter().enumerate() {
@@ -152,10 +147,9 @@ impl Ledger<'_> {
         self.vm.stats().add(Counter::RefaultMs, interval_ms);
         self.vm.stats().add(Counter::RefaultMilliHz, milli_hz);
         self.vm.stats().add(Counter::RestoredSoon, soon);
-        Duration::from_millis(interval_ms)
     }
 
-    /// A run of granules of this many pages each went through an eviction.
+    /// Books the eviction of a run of granules of `granule` pages each.
     pub fn evicted(self, evicted: &Evicted, granule: u64) {
         let stats = self.vm.stats();
         let held = evicted.held.len() as u64 * granule;
@@ -169,7 +163,6 @@ impl Ledger<'_> {
         self.vm.mail.throttle.evicted(evicted.far + evicted.zero);
     }
 
-    /// The VMM gave pages up.
     pub fn discarded(self, discarded: &Discarded) {
         self.vm.stats().add(Counter::Discarded, discarded.counts.iter().sum());
         for state in State::ALL {
@@ -177,7 +170,7 @@ impl Ledger<'_> {
         }
     }
 
-    /// Reports events for operators: a page was lost, or another process filled its hole.
+    /// Reports an event for operators if a page was lost, or another process has filled its hole.
     fn report(self, served: Served, region: u32, page: PageIdx) {
         match served {
             Served::Poisoned { newly: true } => {

@@ -1,7 +1,6 @@
 //! Mailboxes: messages between the workers of one VM.
-//!
-//! Before: a worker has a message for another. After: that worker finds it, or is notified.
-//! Threads: any. Promise: leaving a message never waits for its receiver.
+//! Threads: any.
+//! Promise: a sender never waits for the receiver.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +14,7 @@ use crate::vm::refault::Refaults;
 use crate::vm::serve::throttle::Throttle;
 use crate::vm::touches::Touches;
 
-/// The value while the reclaim worker does not rest; else it is one more than the bytes.
+/// Value of `rests_at` while the reclaim worker does not rest; otherwise the value is the number of bytes plus one.
 const AWAKE: u64 = 0;
 
 /// | Mailbox | From | To |
@@ -24,7 +23,7 @@ const AWAKE: u64 = 0;
 /// | `slow` | fault workers | slow workers |
 /// | `refaults` | fault and slow workers | reclaim worker |
 /// | `throttle` | reclaim worker | fault workers |
-/// | `over_limit` | reclaim worker | tracking, readahead |
+/// | `over_limit` | reclaim worker | readahead |
 /// | `spill` | reclaim worker | spill worker |
 /// | `rests_at` | reclaim worker | fault workers, growth |
 /// | `coalesce_rests` | coalesce worker | all that make pages resident |
@@ -39,15 +38,16 @@ pub(crate) struct Mailboxes {
     pub slow: SlowQueue,
     pub refaults: Refaults,
     pub throttle: Throttle,
-    /// Was the VM above its limit when the reclaim worker last checked?
+    /// Whether the VM was above its limit at the reclaim worker's last check.
     pub over_limit: AtomicBool,
-    /// Others wait for what it has to give up.
+    /// Other VMs wait for memory that this VM has above its limit.
     pub others_wait: AtomicBool,
     pub spill: SpillRequest,
-    /// While the reclaim worker looks rarely: a worker that brings a page in notifies it, and so does `growth` when the
-    /// VM no longer holds this many bytes. [`AWAKE`] while it looks often.
+    /// Bytes that the VM held when the reclaim worker came to rest, plus one. A worker that restores a page notifies
+    /// the reclaim worker, as does `growth` when the VM holds another amount. [`AWAKE`] while the reclaim worker does
+    /// not rest.
     rests_at: AtomicU64,
-    /// While the coalesce worker looks rarely: a page that becomes resident notifies it.
+    /// The coalesce worker rests: a page that becomes resident notifies it.
     coalesce_rests: AtomicBool,
     pub reclaim: Notifier,
     pub coalesce: Notifier,
@@ -57,7 +57,7 @@ pub(crate) struct Mailboxes {
 }
 
 impl Mailboxes {
-    /// Pages came in.
+    /// Charges pages that came in to the throttle, and ends the reclaim worker's rest.
     pub fn charge(&self, pages: u64) {
         self.throttle.charge(pages);
         if self.rests_at.load(Ordering::Relaxed) != AWAKE {
@@ -65,34 +65,32 @@ impl Mailboxes {
         }
     }
 
-    /// A page is resident that was not, or a unit is not tracked any more: a unit may be whole now.
+    /// A page became resident, or a unit is no longer tracked, so a unit may be whole now.
     pub fn became_resident(&self) {
         if self.coalesce_rests.load(Ordering::Relaxed) && self.coalesce_rests.swap(false, Ordering::Relaxed) {
             self.coalesce.notify();
         }
     }
 
-    /// Does the coalesce worker rest?
     pub fn does_coalesce_rest(&self) -> bool {
         self.coalesce_rests.load(Ordering::Relaxed)
     }
 
-    /// Does the coalesce worker rest from now on?
     pub fn rest_coalesce(&self, rests: bool) {
         self.coalesce_rests.store(rests, Ordering::Relaxed);
     }
 
-    /// The reclaim worker found nothing to do while the VM held this many bytes, or (`None`) it has something to do.
+    /// The reclaim worker rests while the VM holds this many bytes; `None`: it does not rest.
     pub fn rest_at(&self, held: Option<u64>) {
         self.rests_at.store(held.map_or(AWAKE, |held| held + 1), Ordering::Relaxed);
     }
 
-    /// What the VM held when its reclaim worker came to rest, if it rests.
+    /// Bytes that the VM held when its reclaim worker came to rest; `None` if it does not rest.
     pub fn rested_at(&self) -> Option<u64> {
         self.rests_at.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// Makes the reclaim worker look now, if it rests.
+    /// Notifies the reclaim worker if it rests.
     pub fn wake_from_rest(&self) {
         if self.rests_at.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.reclaim.notify();

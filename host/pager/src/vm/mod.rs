@@ -1,18 +1,18 @@
-//! One VM: its regions, its views, its stores, and what the workers that serve it share.
+//! One VM: its regions, its views, its stores, and the state that its workers share.
 //!
-//! Before: the engine opens it from the keeper's descriptors. After: workers run until the VM or the engine goes.
-//! Threads: the public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
-//! Promise: no page is served before [`Vm::start`], and by then `recover` has repaired the words that the last engine
+//! Before: the engine opens it from the keeper's descriptors. After: workers run until the VM or the engine ends.
+//! Threads: public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
+//! Promise: no fault is served before [`Vm::start`], and by then `recover` has repaired the words that the last engine
 //! left.
 //!
-//! A VM is its memory (`memory`: regions, address spaces, registration), its mailboxes (`mailboxes`), and its settings.
-//! Its work is in `views` (who maps it, and which chunks are registered), `discard`, `restore` (all pages back),
+//! A VM has its memory (`memory`: regions, views, registration), its mailboxes (`mailboxes`), and its settings. Its
+//! work is in `views` (who maps it, and which chunks are registered), `discard`, `restore` (restores all pages),
 //! `write_back` (into files that outlive the VM), `ledger` and `account` (the counters).
 //!
 //! # Lock order
 //!
-//! A thread that holds one of these takes only those below it. They are a part of the order of the whole engine, which
-//! ARCHITECTURE.md has: the governor's lock and that of a visit come before them, those of stores and notifiers after.
+//! A thread that holds one of these takes only those below it. ARCHITECTURE.md has the order of the whole engine: the
+//! locks of the governor and of a visit come first, those of stores and notifiers last.
 //!
 //! | | Lock | Held for |
 //! |---|---|---|
@@ -22,15 +22,14 @@
 //! | 4 | stage of a unit: Mapping | mapping 2 MiB at once; disturbing waits for it, without page locks |
 //! | 5 | page locks: the lock bits of words | a move of a granule; ascending where several are held |
 //! | 6 | the tracker of heat (`VmHeat`), an agent's hints | planning and absorbing a cycle, picking |
-//! | 7 | `Memory::{regions, views}`, `Kept`, `Pinned`, what cannot be read, spans of a view | looking up |
+//! | 7 | `Memory::{regions, views}`, `Kept`, `Pinned`, `Region::unreadable`, spans of a view | looking up |
 //!
-//! A fault worker holds 3 and only *tries* 1. Only a discard waits for a page lock while it holds one, and takes them
-//! in ascending order; all others leave a page that they find locked, and try again later. No lock is held while a
-//! worker waits for a client's reply (`Peer::zap`) or for another worker. While a page is read from a disk, 1 is held
-//! shared if all pages are being brought back; slow workers hold `View::serving_from_disk`, for which no other fault
-//! waits.
+//! A fault worker holds 3 and only *tries* 1. Only a discard waits for a page lock while it holds one, in ascending
+//! order; every other thread skips a locked page and retries it later. No lock is held while a worker waits for a
+//! client's reply (`ClientPeer::zap`) or for another worker. During a read from a disk, [`Vm::restore`] holds 1 shared;
+//! a slow worker holds `View::serving_from_disk`, for which no other fault waits.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -61,39 +60,36 @@ pub mod far;
 pub mod guest;
 pub(crate) mod huge;
 pub mod inspect;
-pub mod interval;
+pub(crate) mod interval;
 pub(crate) mod kept;
 pub(crate) mod ledger;
 mod lifecycle;
 mod mailboxes;
 mod memory;
-pub mod peer;
 pub mod pinned;
-pub mod process_peer;
 pub mod ram;
 pub mod recover;
-pub mod refault;
+pub(crate) mod refault;
 pub mod region;
 pub mod region_table;
 mod restore;
 pub(crate) mod running;
-pub mod serve;
+pub(crate) mod serve;
 pub(crate) mod settle;
-pub mod shard;
 pub mod stats;
 pub(crate) mod table;
 pub(crate) mod touches;
 pub mod tuning;
-pub mod units;
+pub(crate) mod units;
 pub mod view;
 mod views;
 mod write_back;
 
-pub use account::{Census, MemoryBreakdown};
-pub use tuning::{Track, Tuning};
+pub use account::MemoryBreakdown;
+pub use tuning::Tuning;
 pub use write_back::WrittenBack;
 
-/// Kinds of reasons not to reclaim.
+/// A kind of reason not to reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Hold {
@@ -101,65 +97,59 @@ pub enum Hold {
     Pinned,
     /// A process that has not attached maps the RAM.
     Shared,
-    /// It is not known yet whether such a process exists.
+    /// It is not known yet whether a process that has not attached maps the RAM.
     Unchecked,
-    /// No keeper runs that would replace this engine.
+    /// No keeper runs that could replace this engine.
     Orphaned,
     /// An operator wants all of it in memory.
     Kept,
     /// khugepaged may put zeros in the place of far pages.
     HugePages,
-    /// A process maps it in which nothing can be zapped.
-    NoZap,
-    /// RAM is about to be unplugged, and others want its far pages in its file.
+    /// RAM is about to be unplugged, and other processes need its far pages in its file.
     Unplug,
 }
 
 impl Hold {
-    const COUNT: usize = 8;
+    const COUNT: usize = 7;
 }
 
-/// Why a VM with pages of 1 GiB is pinned.
+/// Reason for pinning a VM with pages of 1 GiB.
 const FIXED: &str = "it has memory in pages of 1 GiB, of which the kernel can neither map nor fill a part";
 
-/// Something an operator should know.
+/// Reports an event to operators: kind and text.
 pub type Reporter = Arc<dyn Fn(&str, String) + Send + Sync>;
 
 /// The state of one VM that its workers share.
 pub struct Vm {
-    /// The part that outlives this engine.
+    /// State that outlives this engine.
     pub state: StateFile,
-    /// The stores of its far pages.
+    /// Stores of far pages.
     pub stores: Stores,
     /// Settings.
     pub tuning: Tuning,
     /// Stall averages.
     pub pressure: Pressure,
-    /// Which memory is hot.
+    /// Access tracking.
     pub heat: Arc<VmHeat>,
-    /// Regions, address spaces, registration.
     pub(crate) memory: Memory,
-    /// Messages between its workers.
     pub(crate) mail: Mailboxes,
     pub(crate) life: Lifecycle,
     epoch: u64,
     tickets: AtomicU64,
-    track: AtomicU8,
-    /// Why its VMM was told to stop it.
+    track: AtomicBool,
+    /// Reason for which the VMM was told to stop the VM.
     halted: OnceLock<String>,
-    /// Its weight where faults of several VMs wait for a worker.
+    /// Weight of its faults when several VMs wait for a worker.
     shares: AtomicU32,
-    /// Why nothing may be reclaimed, by kind of reason.
     holds: Mutex<[Option<String>; Hold::COUNT]>,
-    /// See [`Vm::releases`].
     releases: AtomicU64,
-    /// May something write to its memory without faulting, for a while?
+    /// Whether a device or the kernel may hold references to pages, and write without faulting.
     may_pin: AtomicBool,
-    /// The pin check of the host.
+    /// The host's pin check.
     pub(crate) pins: Arc<Pins>,
     /// Pages that are pinned.
     pub pinned: Pinned,
-    /// Far pages whose hole in the file another process had filled.
+    /// Number of far pages whose hole in the file another process had filled.
     filled: AtomicU64,
     report: Reporter,
 }
@@ -180,13 +170,13 @@ impl Vm {
             stores,
             tuning,
             pressure,
-            heat: Arc::new(VmHeat::new(tuning.heat, epoch)),
+            heat: Arc::new(VmHeat::new(tuning.heat)),
             memory: Memory::default(),
             mail: Mailboxes::default(),
             life: Lifecycle::default(),
             epoch,
             tickets: AtomicU64::new(0),
-            track: AtomicU8::new(tuning.track as u8),
+            track: AtomicBool::new(tuning.track),
             halted: OnceLock::new(),
             shares: AtomicU32::new(1000),
             holds: Mutex::default(),
@@ -199,12 +189,12 @@ impl Vm {
         }
     }
 
-    /// The same with the pin check of its host.
+    /// Sets the host's pin check.
     pub fn with_pins(self, pins: Arc<Pins>) -> Self {
         Self { pins, ..self }
     }
 
-    /// What its guest's agent says.
+    /// Reports of the guest's agent.
     pub fn agent(&self) -> &Told {
         &self.mail.agent
     }
@@ -214,27 +204,27 @@ impl Vm {
         Stats::of(&self.state)
     }
 
-    /// The function that tells operators.
+    /// The function that reports events to operators.
     pub fn reporter(&self) -> Reporter {
         self.report.clone()
     }
 
-    /// A ticket for one batch of evictions.
+    /// A new ticket, for one batch of zapped pages.
     pub fn ticket(&self) -> Ticket {
         Ticket::new(self.epoch, self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The engine's number among those that have opened the VM.
+    /// Number of this engine among those that have opened the VM.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// The regions; index is number.
+    /// The regions, by number.
     pub fn regions(&self) -> Vec<Arc<Region>> {
         self.memory.regions()
     }
 
-    /// One region.
+    /// The region of this number.
     pub fn region(&self, number: u32) -> Option<Arc<Region>> {
         self.memory.region(number)
     }
@@ -244,16 +234,19 @@ impl Vm {
         self.memory.views()
     }
 
-    /// Opens the next region of the state file; they must come in order, each with its files among these. One with
-    /// pages of 1 GiB pins the VM.
+    /// Opens the next region of the state file; its files are among `files`. A region with pages of 1 GiB pins the VM.
+    /// Returns its number.
+    ///
+    /// # Errors
+    /// There is no further region, another thread opened it, or the table or a file could not be opened.
     pub fn open_region(&self, files: &[RamFile]) -> Result<u32, StateError> {
         let (number, records) = (self.regions().len() as u32, self.state.regions());
-        // The keeper has written this one.
+        // The keeper has written this record.
         self.state.remember();
         let Some(record) = records.get(number as usize) else {
             return Err(StateError::Invalid(format!("it has no region {number}")));
         };
-        // No lock is held: to map a file may wait for a lock of it that its VMM has.
+        // No lock is held here: mapping a file may wait for a lock of the file that its VMM holds.
         let region = self.open_record(number, record, files)?;
         if region.is_fixed() {
             self.hold(Hold::Pinned, Some(FIXED.into()));
@@ -269,15 +262,15 @@ impl Vm {
         Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
     }
 
-    /// Closes the files of a region that was unplugged: its memory may be the pool's, which asks the kernel whether any
-    /// process has the file.
+    /// Closes the files of an unplugged region: they may belong to the pool, which asks the kernel whether any process
+    /// has them.
     fn close_files(&self, number: u32) -> Result<(), StateError> {
         let Some(record) = self.state.regions().into_iter().nth(number as usize) else { return Ok(()) };
         self.memory.replace_region(self.open_record(number, &record, &[])?);
         Ok(())
     }
 
-    /// Stops reclaiming, for this reason; `None` takes this kind of reason back.
+    /// Holds reclaim for this reason; `None` withdraws the reason of this kind.
     pub fn hold(&self, kind: Hold, reason: Option<String>) {
         let mut holds = self.holds.lock().expect("no panic while held");
         let was_held = holds.iter().any(Option::is_some);
@@ -289,33 +282,32 @@ impl Vm {
         self.notify_reclaim();
     }
 
-    /// How often the last reason to hold it was taken back.
+    /// Number of times that the last reason to hold reclaim was withdrawn.
     pub fn releases(&self) -> u64 {
         self.releases.load(Ordering::Acquire)
     }
 
-    /// Why nothing is reclaimed now, if that is so.
+    /// A reason to hold reclaim, if there is one.
     pub fn held(&self) -> Option<String> {
         self.holds.lock().expect("no panic while held").iter().flatten().next().cloned()
     }
 
-    /// Why it is held for this kind of reason; empty if it is not.
+    /// The reason of this kind; empty if there is none.
     pub fn reason(&self, kind: Hold) -> String {
         self.holds.lock().expect("no panic while held")[kind as usize].clone().unwrap_or_default()
     }
 
-    /// Is it held for this kind of reason?
+    /// Returns whether there is a reason of this kind.
     pub fn is_held_for(&self, kind: Hold) -> bool {
         self.holds.lock().expect("no panic while held")[kind as usize].is_some()
     }
 
-    /// Sets its weight where faults of several VMs wait for a worker; 1000 is the usual one.
+    /// Sets the weight of its faults when several VMs wait for a worker; the default is 1000.
     pub fn set_shares(&self, shares: u32) {
         self.shares.store(shares, Ordering::Relaxed);
     }
 
-    /// Says whether others wait for memory that this VM is above its limit: then none of it is kept to be on the safe
-    /// side.
+    /// Records whether other VMs wait for memory that this VM has above its limit: reclaim then keeps no safety margin.
     pub fn set_others_wait(&self, others_wait: bool) {
         self.mail.others_wait.store(others_wait, Ordering::Relaxed);
     }
@@ -324,76 +316,47 @@ impl Vm {
         self.shares.load(Ordering::Relaxed)
     }
 
-    /// Sets when to track which memory is hot.
-    pub fn set_track(&self, track: Track) {
-        self.track.store(track as u8, Ordering::Release);
+    /// Sets whether accesses are tracked.
+    pub fn set_track(&self, track: bool) {
+        self.track.store(track, Ordering::Release);
         self.mail.track.notify();
     }
 
-    /// When to track which memory is hot.
-    pub fn track(&self) -> Track {
-        match self.track.load(Ordering::Acquire) {
-            track if track == Track::Off as u8 => Track::Off,
-            track if track == Track::On as u8 => Track::On,
-            _ => Track::Auto,
-        }
+    /// The setting for access tracking.
+    pub fn track(&self) -> bool {
+        self.track.load(Ordering::Acquire)
     }
 
-    /// Is the VM tracked? Never while the VM is held: then it is left alone.
+    /// Returns whether accesses are tracked now. Tracking stops while reclaim is held.
     pub fn is_tracked(&self) -> bool {
-        let wanted = match self.track() {
-            Track::Off => false,
-            Track::On => true,
-            // Over its limit a VM loses any page it has, and reclaim needs the CPU. A guest that reports its cold
-            // memory need not be tracked.
-            Track::Auto => {
-                let is_over = || self.mail.over_limit.load(Ordering::Relaxed);
-                self.effective_limit().is_some() && !is_over() && !self.mail.agent.is_reporting()
-            }
-        };
-        wanted && !self.is_stopping() && self.held().is_none()
+        self.track() && !self.is_stopping() && self.held().is_none()
     }
 
-    /// Is the class of this VM *pinned*?
+    /// Returns whether the class of this VM is *pinned*.
     pub fn is_pinned(&self) -> bool {
         self.is_held_for(Hold::Pinned)
     }
 
     /// From now on a device or the kernel may write to pages that it looked up before they were zapped. After this
-    /// returns, no page is evicted that was not zapped for the full quarantine time.
+    /// returns, each evicted page was in quarantine for the full T.
     pub fn set_may_pin(&self) {
         self.may_pin.store(true, Ordering::Release);
         drop(self.memory.change_layout());
     }
 
-    /// Returns whether something may pin pages, so that T is no shorter even above its limit.
     pub(crate) fn may_pin(&self) -> bool {
         self.may_pin.load(Ordering::Acquire)
     }
 
-    /// How long a page must have been zapped before it may be evicted: T, or the shorter time of direct reclaim. The
-    /// shorter one is safe if nothing pins pages of this VM, or if each page is checked for pins.
+    /// Shortest quarantine: T, or the shorter time of direct reclaim. The shorter time is safe only if nothing pins
+    /// pages of this VM, or if the pin check is asked about each page (`is_asked`).
     pub(crate) fn quarantine(&self, direct: Option<Duration>, is_asked: bool) -> Duration {
         let direct = direct.filter(|_| is_asked || !self.may_pin());
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
     }
 
-    /// How many times a view was added.
-    pub(crate) fn generation(&self) -> u64 {
-        self.memory.generation()
-    }
-
-    /// Held shared while pages of any region are moved.
-    pub(crate) fn layout(&self) -> Layout<'_> {
-        self.memory.layout()
-    }
-
-    /// The same, unless it is being changed or about to be.
-    pub(crate) fn try_layout(&self) -> Option<Layout<'_>> {
-        self.memory.try_layout()
-    }
-
-    /// Takes over what this engine was told of the VM at its last opening. Call it before [`Vm::start`].
+    /// Takes over the holds and settings that this engine had for the VM when it last opened it. Call it before
+    /// [`Vm::start`].
     pub fn take_after(&self, last: &Self) {
         *self.holds.lock().expect("no panic while held") = last.holds.lock().expect("no panic while held").clone();
         self.may_pin.store(last.may_pin(), Ordering::Release);
@@ -404,13 +367,13 @@ impl Vm {
         }
     }
 
-    /// Pages of its state file that memory errors have cost since it was opened. The VM must then be opened again, with
-    /// recovery.
+    /// Pages of its state file lost to memory errors since it was opened. If there are any, the VM must be opened
+    /// again, with recovery.
     pub fn lost(&self) -> u64 {
         self.state.lost() + self.regions().iter().map(|region| region.lost()).sum::<u64>()
     }
 
-    /// Losses that were not reported yet, in words.
+    /// Descriptions of losses that were not reported yet.
     pub fn losses(&self) -> Vec<String> {
         let header = self.state.losses();
         let what = |offset: &u64| match *offset {
@@ -421,14 +384,14 @@ impl Vm {
         header.offsets.iter().map(what).chain(tables.flat_map(|(region, record)| region.losses(&record))).collect()
     }
 
-    /// All guest RAM.
+    /// Size of all its RAM.
     pub fn size(&self) -> PageCount {
         PageCount(self.regions().iter().map(|region| region.pages().0).sum())
     }
 
-    /// Has every process stop its VM, because its memory cannot be kept right.
+    /// Tells every process to stop the VM, because its memory can no longer be kept right.
     pub fn fail_stop(&self, reason: &str) {
-        // The first reason led to the others.
+        // Only the first reason is kept: it caused the others.
         let _ = self.halted.set(reason.to_owned());
         for view in self.views() {
             if let Err(error) = view.peer().stop_vm(reason) {
@@ -437,12 +400,12 @@ impl Vm {
         }
     }
 
-    /// Why this engine had the VM stopped, if it did.
+    /// The reason for which this engine had the VM stopped, if it did.
     pub fn halted(&self) -> Option<&str> {
         self.halted.get().map(String::as_str)
     }
 
-    /// The limit that holds, the operator's or the governor's, if it is less than the VM's size.
+    /// The lower of the operator's limit and the governor's target, if it is below the VM's size.
     pub fn effective_limit(&self) -> Option<Bytes> {
         let caps = [self.state.limit(), self.state.target()];
         caps.into_iter().flatten().min().filter(|limit| *limit < self.size().bytes())

@@ -1,11 +1,11 @@
-//! Pinned pages: pages with other references than their file's.
+//! Pinned pages: pages with references beside their file's.
 //!
 //! Before: `evict` has claimed pages that are zapped everywhere. After: a page that a device, direct I/O or a running
-//! system call can still write to stays in memory, and reclaim passes it over until it is unpinned.
-//! Threads: the reclaim worker asks and remembers; heat's table asks which pages to pass over; the API reads the
-//! figures.
-//! Units: pages of a region, seconds. Promise: the check comes after the zap was acknowledged and before the bytes are
-//! read, and "unknown" counts as pinned.
+//! system call can still write to stays in memory, and reclaim skips it until it is unpinned.
+//! Threads: the reclaim worker checks and records; heat's table asks which pages to skip; the API reads the counts.
+//! Units: pages of a region, seconds.
+//! Promise: the check comes after the acknowledged zap and before the read of the bytes, and an unknown result counts
+//! as pinned.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -23,14 +23,14 @@ use ballast_sys::pins::{Pin, PinCheck};
 use crate::vm::region::Region;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 
-/// Time between two checks of pinned pages, and most pages in one of them: 16,384 cost 3 ms.
+/// Time between two checks of pinned pages, and most pages of one check: 16,384 take 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 const AT_ONCE: u64 = 1 << 14;
-/// A page that is pinned for this long is reported. A page that a foreign mapper had mapped is tried again this often,
-/// because each try costs a zap.
+/// A page that is pinned for this long is reported. A page that a foreign mapper had mapped is retried this often,
+/// because each try needs a zap.
 const LONG: Duration = Duration::from_secs(60);
 
-/// What an operator is told of pages that were pinned for [`LONG`].
+/// Text of the event for pages that were pinned for [`LONG`].
 pub(crate) fn held_long(pages: PageCount) -> String {
     format!(
         "{} pages ({}) have been held for a minute or longer by something that can write to them unseen, such as a \
@@ -41,7 +41,7 @@ pub(crate) fn held_long(pages: PageCount) -> String {
     )
 }
 
-/// The pin check of a host, which all its VMs share; at first it is not known whether there is one.
+/// The pin check of a host, which all its VMs share; [`Pins::find_out`] opens it.
 #[derive(Debug, Default)]
 pub struct Pins(RwLock<Known>);
 
@@ -54,10 +54,10 @@ enum Known {
 }
 
 impl Pins {
-    /// Finds out whether there is one. Takes some 10 ms.
+    /// Opens the pin check. Takes some 10 ms.
     ///
     /// # Errors
-    /// The reason why there is none; it is kept as well.
+    /// The reason why the host has none; [`Pins::missing`] returns it as well.
     pub fn find_out(&self) -> Result<(), String> {
         let found = PinCheck::new().map_err(|why| why.to_string());
         let known = match &found {
@@ -69,7 +69,7 @@ impl Pins {
         result
     }
 
-    /// The check, if there is one.
+    /// The pin check, if the host has one.
     pub fn check(&self) -> Option<Arc<PinCheck>> {
         match self.known() {
             Known::Works(check) => Some(check),
@@ -77,7 +77,7 @@ impl Pins {
         }
     }
 
-    /// The reason why there is none; `None` if there is one.
+    /// The reason why the host has none; `None` if it has one.
     pub fn missing(&self) -> Option<String> {
         match self.known() {
             Known::Works(_) => None,
@@ -86,7 +86,7 @@ impl Pins {
         }
     }
 
-    /// Notes that the check has failed after it worked.
+    /// Records that the check has begun to fail.
     pub(crate) fn lost(&self, why: &io::Error) {
         self.set(Known::Missing(format!("it worked before, and has failed: {why}")));
     }
@@ -100,23 +100,23 @@ impl Pins {
     }
 }
 
-/// A region's file whose pages are checked before they are read.
+/// A region's file whose pages are checked for pins before they are read.
 #[derive(Debug)]
 pub(crate) struct Asked<'a> {
     region: &'a Region,
     check: Option<&'a PinCheck>,
     failed: OnceCell<io::Error>,
-    /// Pages held by nothing but a mapping, in ascending order.
+    /// Pages held only by a mapping, ascending.
     mapped: RefCell<Vec<PageIdx>>,
 }
 
 impl<'a> Asked<'a> {
-    /// Without a check no page counts as held.
+    /// Without a check, no page counts as held.
     pub fn new(region: &'a Region, check: Option<&'a PinCheck>) -> Self {
         Self { region, check, failed: OnceCell::new(), mapped: RefCell::default() }
     }
 
-    /// Remembers which pages were found held. Returns the error if the check failed; all pages then count as held.
+    /// Records the pages that were found held. Returns the error if the check failed; all pages then counted as held.
     pub fn remember(self, held: &[PageIdx], pinned: &Pinned) -> io::Result<()> {
         let mapped = self.mapped.into_inner();
         for page in held {
@@ -134,7 +134,7 @@ impl<'a> Asked<'a> {
             Ok(())
         };
         ask(granules)?;
-        // One reference too many: mostly the list of a CPU.
+        // A single surplus reference is mostly that of a CPU's LRU batch, which `lru_add_drain_all` releases.
         let listed = held.iter().any(|(_, pin)| *pin == Pin::Held(1)) && check.drain_if_due();
         if listed || held.iter().any(|(_, pin)| *pin == Pin::Unknown) {
             let doubtful: Vec<PageIdx> = held.iter().map(|(page, _)| *page).collect();
@@ -147,16 +147,15 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// The holder of a page that no process of the VM has mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
-    /// A mapping in a process that is not of the VM.
+    /// A mapping of a foreign mapper.
     Mapping,
     /// Any other reference, or an unknown one.
     Reference,
 }
 
-/// Returns whether a page must stay. A page whose memory failed need not: it is read, and the read reports the error.
+/// Returns whether a page must stay. A page whose memory failed need not: its read reports the error.
 fn stays(pin: Pin) -> bool {
     !pin.may_go() && pin != Pin::Failed
 }
@@ -187,7 +186,7 @@ impl Backing for Asked<'_> {
     }
 }
 
-/// The pages of a VM that were found held when they were to be evicted.
+/// Pages of a VM that were found held when they were about to be evicted.
 #[derive(Debug, Default)]
 pub struct Pinned {
     units: Mutex<Units>,
@@ -199,23 +198,21 @@ pub struct Pinned {
 struct Units {
     /// By region and unit.
     held: BTreeMap<Place, Held>,
-    /// The last unit that was checked.
     last: Option<Place>,
     checked_at: Option<Instant>,
-    /// When [`Held::before`] was taken.
+    /// Time at which [`Held::before`] was set.
     counted_at: Option<Instant>,
 }
 
 type Place = (u32, u64);
 
-/// The held pages of one unit.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     now: PageMap,
-    /// Pages that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and the check
-    /// cannot tell whether the other mapping is still there.
+    /// Pages that a foreign mapper had mapped. Once the guest touches such a page, the VM maps it, too, and the check
+    /// cannot tell whether the foreign mapping is still there.
     mapped: PageMap,
-    /// Pages that were held when they were last counted, and were not found free since.
+    /// Pages that were held at the last count, and have not been found free since.
     before: PageMap,
 }
 
@@ -227,9 +224,9 @@ impl Held {
         Self { now: now.without(pages), mapped: mapped.without(pages), before: before.without(pages) }
     }
 
-    /// Returns whether a page of it is free, if this is what the check found.
+    /// Returns whether this result of the check means that `page` is free.
     fn is_free(&self, page: u64, pin: Pin) -> bool {
-        // The VM mapped it again, which means that nothing else holds it.
+        // The VM has mapped it again, and the check found no other reference.
         !stays(pin) || pin == Pin::Mapped && !self.mapped.get(page)
     }
 }
@@ -250,13 +247,11 @@ impl Pinned {
         self.units.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Is this page held?
     pub(crate) fn contains(&self, region: u32, page: PageIdx) -> bool {
         self.pages.load(Ordering::Relaxed) > 0
             && self.units().held.get(&(region, page.unit())).is_some_and(|held| held.now.get(page.0 % PAGES_PER_UNIT))
     }
 
-    /// Notes that this granule was found held.
     fn add(&self, region: u32, first: PageIdx, pages: u64, by: By) {
         let mut units = self.units();
         let held = units.held.entry((region, first.unit())).or_insert(Held::NONE);
@@ -270,7 +265,6 @@ impl Pinned {
         self.pages.fetch_add(held.now.count() - had, Ordering::Relaxed);
     }
 
-    /// Forgets all of them.
     pub(crate) fn clear(&self) {
         let mut units = self.units();
         if !units.held.is_empty() {
@@ -280,8 +274,8 @@ impl Pinned {
         }
     }
 
-    /// Checks some of them again, if it is time, and forgets those that are free. Returns the number that have been
-    /// held for a minute or longer, if there was none at the last count.
+    /// Checks some held pages again, once a second, and forgets those that are free. Returns the number that have been
+    /// held for a minute or longer, if it was zero at the last count.
     pub(crate) fn check_again(
         &self,
         check: &PinCheck,
@@ -298,7 +292,7 @@ impl Pinned {
             units.checked_at = Some(now);
             units.next()
         };
-        // No other thread removes anything meanwhile.
+        // Only this thread removes entries.
         for (place, held) in due {
             let region = region_of(place.0).filter(|region| !region.is_removed());
             let free = match &region {
@@ -332,8 +326,8 @@ impl Pinned {
         }
     }
 
-    /// Counts the pages that have been held for a minute, if it is time. After that, those that a foreign mapper had
-    /// mapped may be picked again.
+    /// Once a minute, counts the pages that have been held that long, and lets reclaim retry those that a foreign
+    /// mapper had mapped.
     fn count(&self, now: Instant) -> Option<PageCount> {
         let mut units = self.units();
         let since = *units.counted_at.get_or_insert(now);
@@ -355,12 +349,12 @@ impl Pinned {
 }
 
 impl Units {
-    /// The next units in turn, until they have [`AT_ONCE`] held pages.
+    /// The next units in turn, until they have at least [`AT_ONCE`] held pages.
     fn next(&mut self) -> Vec<(Place, Held)> {
         let after = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let until = self.last.map_or(Bound::Unbounded, Bound::Included);
         let mut wrapped = self.held.range((after, Bound::Unbounded)).chain(
-            // If the turn began at the start, the first part had all of them.
+            // Without a `last`, the first range has all units.
             self.last.iter().flat_map(|_| self.held.range((Bound::Unbounded, until))),
         );
         let mut due = Vec::new();
@@ -377,11 +371,11 @@ impl Units {
 }
 
 impl Region {
-    /// The holders of these granules other than their file.
+    /// References to these granules beside their file's.
     fn pins(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
-        let places: Vec<_> = granules.iter().map(|page| self.place(*page)).collect();
+        let places: Vec<_> = granules.iter().map(|page| self.ram.place(*page)).collect();
         let mut pins = Vec::with_capacity(places.len());
-        // Neighbours in one file are checked in one go.
+        // Neighbours in one file are checked by one call.
         for run in places.chunk_by(|(file, page), (other, next)| file.id == other.id && page < next) {
             let numbers: Vec<u64> = run.iter().map(|(_, page)| *page).collect();
             pins.extend(check.pins(run[0].0, &numbers)?);
@@ -394,7 +388,7 @@ impl Region {
 mod tests {
     use super::*;
 
-    /// Applies a result of the check for one page.
+    /// Applies this result of the check to one page.
     fn found(pinned: &Pinned, page: u64, pin: Pin) {
         let held = pinned.units().held.get(&(0, 0)).copied().unwrap_or(Held::NONE);
         if held.is_free(page, pin) {
@@ -410,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn released_pages_may_go_at_once_and_foreign_mapped_pages_are_tried_once_a_minute_and_reported_once() {
+    fn released_pages_go_at_once_and_foreign_mapped_ones_are_retried_each_minute() {
         let (pinned, start) = (Pinned::default(), Instant::now());
         let minutes = |count: u32| start + count * LONG;
         for (page, by) in [(1, By::Reference), (2, By::Reference), (3, By::Mapping), (4, By::Mapping)] {
@@ -433,7 +427,7 @@ mod tests {
         }
         found(&pinned, 1, Pin::Absent);
         assert_eq!(state(&pinned), (vec![3], 1, 1), "no more are held for long than are held");
-        // It was tried again and evicted.
+        // It was retried, and evicted.
         assert_eq!(pinned.count(minutes(9)), None);
         assert_eq!(state(&pinned), (vec![], 0, 0));
         assert_eq!(pinned.count(minutes(10)), None);

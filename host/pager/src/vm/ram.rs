@@ -1,16 +1,16 @@
-//! The RAM of a region: extents of files, as one run of pages.
+//! The RAM of a region: extents of files, as one range of pages.
 //!
-//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts by page, in whichever
-//! file the page is.
+//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts pages, in whichever
+//! file they are.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: an operation that touches two extents is done in two parts, and no byte outside the extents is read,
-//! punched or counted.
+//! Promise: an operation over two extents is done in two parts, and no byte outside the extents is read, punched or
+//! counted.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use ballast_base::extents::Piece;
 use ballast_base::store::PageBytes;
@@ -26,37 +26,32 @@ use ballast_handover::state_file::RegionRecord;
 #[derive(Clone, Debug)]
 pub struct RamFile {
     file: Arc<File>,
-    /// Its identity.
+    /// Identity of the file.
     pub id: FileId,
 }
 
 impl RamFile {
-    /// Wraps this file.
+    /// Wraps a file.
     ///
     /// # Errors
-    /// The kernel does not tell its identity.
+    /// The kernel does not return its identity.
     pub fn new(file: OwnedFd) -> io::Result<Self> {
         let id = memfd::file_id(&file)?;
         Ok(Self { file: Arc::new(file.into()), id })
     }
 
-    /// A handle of it that does not keep it open.
-    pub fn handle(&self) -> Weak<File> {
-        Arc::downgrade(&self.file)
-    }
-
-    /// Is it a memfd? Such a file is in no file system that is mounted anywhere.
+    /// Returns whether it is a memfd, which is in no mounted file system.
     pub fn is_memfd(&self) -> bool {
         let path = std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).unwrap_or_default();
         path.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
     }
 
-    /// The number of names that it has in its file system: others can open a file with a name later.
+    /// Number of its names in its file system: other processes can open a file with a name.
     pub fn links(&self) -> io::Result<u64> {
         Ok(rustix::fs::fstat(&self.file)?.st_nlink as u64)
     }
 
-    /// DRAM that all of it uses, and how long it is.
+    /// DRAM of the whole file, and its length.
     pub(crate) fn usage(&self) -> io::Result<(PageCount, Bytes)> {
         memfd::usage(&*self.file)
     }
@@ -68,28 +63,28 @@ impl AsFd for RamFile {
     }
 }
 
-/// The extents and files of a region. It has no files once the region is unplugged.
+/// Extents and files of a region; no files once it is unplugged.
 #[derive(Debug)]
 pub(crate) struct Ram {
-    /// In the order of the numbers in the extents.
+    /// In the order of the numbers in `extents`.
     files: Vec<RamFile>,
     extents: Extents,
     are_units: bool,
     granule: u64,
-    /// Its pages are larger than a granule.
+    /// The files' pages are larger than a granule.
     is_fixed: bool,
     is_on_demand: bool,
-    /// For each file the node that its pages are to be of, if they come on demand and a node was named.
+    /// For each file, the NUMA node to allocate from, if pages come on demand and a node was named.
     nodes: Option<Arc<[Option<u32>]>>,
-    /// Which huge pages are in the files, where they are of hugetlbfs.
+    /// For hugetlbfs: which huge pages are in the files.
     huge: Option<Presence>,
 }
 
 impl Ram {
-    /// The RAM of the region with this number and record. Its files are among `files`.
+    /// Opens the RAM of a region. Its files are among `files`.
     ///
     /// # Errors
-    /// A file is missing or too short, or cannot be RAM: then touching it would be wrong or fatal.
+    /// A file is missing or too short, or it cannot serve as RAM.
     pub fn open(number: u32, record: &RegionRecord, files: &[RamFile]) -> io::Result<Self> {
         let extents = record.extents.clone();
         let are_units = extents.are_units();
@@ -137,44 +132,40 @@ impl Ram {
         Ok(ram)
     }
 
-    /// Its files.
     pub fn files(&self) -> &[RamFile] {
         &self.files
     }
 
-    /// Its extents.
     pub fn extents(&self) -> &Extents {
         &self.extents
     }
 
-    /// Pages that are paged as one.
     pub fn granule(&self) -> u64 {
         self.granule
     }
 
-    /// Returns whether its pages are larger than what the kernel can map or fill as one, so that none of it can be far.
+    /// Returns whether its pages are larger than the kernel can map or fill as one, so that none can be far.
     pub fn is_fixed(&self) -> bool {
         self.is_fixed
     }
 
-    /// Returns whether its pages come when they are touched: see [`memfd::is_on_demand`].
+    /// Returns whether its pages are allocated on the first touch: see [`memfd::is_on_demand`].
     pub fn is_on_demand(&self) -> bool {
         self.is_on_demand
     }
 
-    /// The nodes that its pages are to be of, by file.
+    /// NUMA nodes to allocate its pages from, by file.
     pub fn nodes(&self) -> Option<&Arc<[Option<u32>]>> {
         self.nodes.as_ref()
     }
 
-    /// Returns whether every 2 MiB of it, from its start on, is 2 MiB of base pages of one file that begin at a
-    /// multiple of that.
+    /// Returns whether every 2 MiB of it, from its start on, are base pages of one file at an offset aligned to 2 MiB.
     pub fn are_units(&self) -> bool {
         self.granule == 1 && self.are_units
     }
 
-    /// Maps all of it in this process, extent after extent. The mapping serves only to have the kernel fill holes or
-    /// tell which pages are there; no thread touches it.
+    /// Maps all of it in this process, extent after extent. The mapping only lets the kernel fill holes or tell which
+    /// pages are present; no thread touches it.
     pub fn map(&self) -> io::Result<Mapping> {
         let all = PageRange::of(PageIdx(0), self.extents.pages().0);
         let piece = |piece: Piece| (self.file(piece.file), piece.offset, piece.pages.bytes().0 as usize);
@@ -185,25 +176,24 @@ impl Ram {
         &self.files[usize::from(number)].file
     }
 
-    /// The file of a page, and the page's number in it.
+    /// The file of a page, and the page's index in it.
     pub fn place(&self, page: PageIdx) -> (&RamFile, u64) {
         let (file, offset) = self.extents.place(page);
         (&self.files[usize::from(file)], offset / PAGE_SIZE as u64)
     }
 
-    /// The lengths of its files.
     pub fn lengths(&self) -> io::Result<Vec<Bytes>> {
         self.files.iter().map(|file| Ok(file.usage()?.1)).collect()
     }
 
-    /// Is this page, the first one of its granule, beyond the end of its file, if the files have these lengths?
+    /// Returns whether a page, the first of its granule, is beyond the end of its file, for files of these lengths.
     pub fn is_beyond(&self, first: PageIdx, lengths: &[Bytes]) -> bool {
         let (file, offset) = self.extents.place(first);
         let end = offset + PageCount(self.granule).bytes().0;
         lengths.get(usize::from(file)).is_some_and(|length| length.0 < end)
     }
 
-    /// Is this page, the first one of its granule, in its file?
+    /// Returns whether a page, the first of its granule, is in its file.
     pub fn is_present(&self, first: PageIdx) -> io::Result<bool> {
         if let Some(huge) = &self.huge {
             return huge.is_present(first.offset() as usize);
@@ -212,7 +202,7 @@ impl Ram {
         memfd::is_present(self.file(file), offset)
     }
 
-    /// The first neighbouring pages among these, which are base pages, that are in their file.
+    /// The first run of `pages`, which are base pages, that is in a file.
     pub fn next_present(&self, pages: PageRange) -> io::Result<Option<PageRange>> {
         for Piece { pages, file, offset } in self.extents.pieces(pages) {
             let run = memfd::next_data_within(self.file(file), offset, offset + pages.bytes().0)?;
@@ -224,7 +214,6 @@ impl Ram {
         Ok(None)
     }
 
-    /// Reads as many pages as `out` holds, from `first` on.
     pub fn read(&self, first: PageIdx, mut out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
         for Piece { pages, file, offset } in self.extents.pieces(PageRange::of(first, out.len() as u64)) {
             let (now, rest) = out.split_at_mut(pages.count() as usize);
@@ -242,7 +231,7 @@ impl Ram {
         let mut all = Punched::Gone;
         for Piece { pages, file, offset } in self.extents.pieces(pages) {
             let (file, len) = (self.file(file), pages.bytes().0);
-            // A huge page of hugetlbfs is freed as one.
+            // hugetlbfs frees a huge page as one.
             let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(file, offset, len)?);
             if punch_until_gone(|| memfd::punch(file, offset, len), is_hole)? == Punched::Stuck {
                 all = Punched::Stuck;
@@ -251,14 +240,13 @@ impl Ram {
         Ok(all)
     }
 
-    /// Writes bytes into one base page.
     pub fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
         let (file, offset) = self.extents.place(page);
         self.file(file).write_all_at(bytes, offset)
     }
 
-    /// DRAM that it uses. Where it has all of a file, this is what the file uses, which the kernel knows at once; else
-    /// its extents are counted.
+    /// DRAM that it uses. Of a file that it covers completely the kernel knows this at once; otherwise its extents are
+    /// counted.
     pub fn resident(&self) -> io::Result<PageCount> {
         let mut sum = PageCount(0);
         for (number, file) in (0..).zip(&self.files) {
@@ -268,18 +256,18 @@ impl Ram {
         Ok(sum)
     }
 
-    /// Bytes of it that are in this file.
+    /// Length of its part of this file.
     pub fn of_file(&self, id: FileId) -> Bytes {
         self.number(id).map_or(Bytes(0), |number| self.extents.of_file(number))
     }
 
-    /// Can that be counted without a lock that a VMM may hold for long?
+    /// Returns whether [`Ram::count`] takes no lock that a VMM may hold for long.
     pub fn counts_at_once(&self, id: FileId) -> bool {
         let file = self.number(id).filter(|_| self.huge.is_none()).map(|number| self.file(number));
         file.is_none_or(memfd::counts_at_once)
     }
 
-    /// DRAM that its extents of this file use, counted: some milliseconds for each GiB that is there.
+    /// DRAM that its extents of this file use, counted: some milliseconds for each resident GiB.
     pub fn count(&self, id: FileId) -> io::Result<PageCount> {
         let Some(number) = self.number(id) else { return Ok(PageCount(0)) };
         let all = PageRange::of(PageIdx(0), self.extents.pages().0);

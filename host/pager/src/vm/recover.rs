@@ -1,25 +1,25 @@
-//! Recover: repairs the words that an engine left when it died, before any fault is served.
+//! Recovery: repairs the words that an engine left when it died, before any fault is served.
 //!
-//! Before: the keeper reaped the old engine, so no worker of it runs any more. After: no word is locked, no page is on
-//! its way anywhere, the gauges are exact, and the store knows which of its objects are alive.
+//! Before: the keeper reaped the old engine, so none of its threads runs. After: no word is locked, no page is half
+//! moved, the gauges are exact, and each store knows which of its copies are alive.
 //! Threads: the engine's start-up, once per VM, before its workers start.
-//! Promise: invariant 1 decides in every doubt. If a page is in its file, the file's bytes are valid, whatever copy
-//! exists beside them; but zeros in the place of a page that is Far are not that page.
+//! Promise: invariant 1. If a page is in its file, the file's bytes are valid, whatever copy exists beside them; but
+//! zeros in the place of a Far page are not that page.
 //!
-//! | Left behind | Meaning | Becomes |
+//! | Found | Meaning | Becomes |
 //! |---|---|---|
-//! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
-//! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
+//! | Resident, locked | a fault was mapping it | Resident; the wake raises the fault again |
+//! | Quarantine | it was in quarantine | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
 //! | Far, locked | maybe not punched, or zeros being replaced | Resident if in the file and not zeros; else Far |
-//! | Far, locked, by spill | a second copy may exist | Far, under its handle; that store sweeps the copy |
+//! | Far, locked, by spill | a second copy may exist | Far, under its old handle; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
-//! | Far, Zero, Poisoned, unlocked | settled | the same; zeros of a foreign mapper are found by the fault |
+//! | Far, Zero, Poisoned, unlocked | settled | unchanged; a fault finds zeros of a foreign mapper |
 //! | the word itself was lost | unknown | Resident if bytes other than zeros are in the file, else Poisoned |
 //!
-//! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may
-//! have written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
+//! Only Restoring is not made Far by zeros in the file: the copy may have been installed, and the guest may have
+//! written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -39,19 +39,19 @@ use ballast_page::page_state::{State, Word};
 /// Result of recovery.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// Objects that stores must keep, by the number of the store; everything else in it is garbage.
+    /// Copies that a store must keep, by store number; it sweeps all others.
     pub live: BTreeMap<u8, LiveCopies>,
-    /// Pages that were on their way.
+    /// Pages whose words were repaired.
     pub mended: u64,
-    /// Pages whose words were lost and that are lost with them.
+    /// Pages that are lost with their words.
     pub lost: u64,
-    /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory
-    /// that failed: region and page.
+    /// Far pages, by region and page, whose file holds zeros in their place (see [`ballast_page::memory::Punched`]) or
+    /// failed memory.
     pub zeroed: Vec<(u32, PageIdx)>,
 }
 
 impl Recovered {
-    /// The objects that this store must keep.
+    /// Copies that this store must keep.
     pub fn live_in(&self, store: u8) -> &LiveCopies {
         static NONE: LiveCopies = LiveCopies::new();
         self.live.get(&store).unwrap_or(&NONE)
@@ -59,7 +59,7 @@ impl Recovered {
 }
 
 impl Vm {
-    /// Repairs the words and stores of this VM after its workers have ended, or after a memory error. No worker runs.
+    /// Repairs the words and stores of a VM of which no worker runs, after they ended or after a memory error.
     ///
     /// # Errors
     /// Words could not be read.
@@ -70,7 +70,7 @@ impl Vm {
             let sweep = || tier.store.recover(&mut recovered.live_in(tier.number).iter());
             let swept = if tier.slow.is_some() { self.state.beside(sweep) } else { sweep() };
             if let Err(error) = swept {
-                // The store works; objects left in it occupy space until the next try.
+                // The store works; stale copies occupy space in it until the next try.
                 let text = format!("Freeing objects that no word names in the {}: {error}", tier.name);
                 self.report("spill-unswept", text);
             }
@@ -84,7 +84,7 @@ impl Vm {
     }
 }
 
-/// Repairs all words of these regions (all of the VM's, in order) and sets the gauges.
+/// Repairs the words of all regions of a VM, in order, and sets the gauges.
 pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Region>) -> Result<Recovered, StateError> {
     let mut found = Recovered::default();
     let (mut far, mut zero, mut poisoned, mut registered) = (0, 0, 0, 0);
@@ -93,9 +93,10 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
             continue;
         }
         registered += region.registered().0;
-        // Words never written say Resident, age 0. So of a huge, hardly managed guest only the managed part is read.
+        // A word that was never written says Resident, age 0. So of a huge guest only the parts that ever moved are
+        // read.
         for pages in state.written_words(&record)? {
-            // Words are written in whole pages of words, which are whole granules.
+            // Words are written by whole pages of words, which are whole granules.
             for page in region.granules(pages) {
                 let granule = region.granule(page);
                 let before = granule.cell().load();
@@ -103,7 +104,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
                     zeroed = match region.read(page, &mut bytes)? {
-                        // The copy was complete before the word was locked as Far, and the page has not been mapped
+                        // The copy was complete before the word became Far and locked, and the page was not mapped
                         // since.
                         ReadOutcome::Failed => true,
                         ReadOutcome::Done => bytes.iter().all(is_zero),
@@ -147,15 +148,14 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
     Ok(found)
 }
 
-/// The new word for a word that an engine left.
 fn mend(
     word: Word,
     is_present: impl Fn() -> io::Result<bool>,
     holds_zeros: impl FnOnce() -> io::Result<bool>,
 ) -> io::Result<Word> {
     if word.is_lost() {
-        // The word before does not matter: bytes in the file are the page (invariant 1). Zeros may be the page's, or
-        // those of an unfinished punch, or a foreign mapper's in the place of a far page.
+        // Bytes in the file are the page (invariant 1). Zeros may be the page, an unfinished punch, or a foreign
+        // mapper's fill in the place of a far page.
         let is_page = is_present()? && !holds_zeros()?;
         return Ok(Word::new(if is_page { State::Resident } else { State::Poisoned }, 0));
     }
@@ -163,7 +163,7 @@ fn mend(
     Ok(match word.state() {
         State::Resident | State::Quarantine | State::Evicting => resident,
         State::Far | State::Zero if !word.is_locked() => word,
-        // A page that was committed as Far was not all zeros: an unfinished punch left these. Or it cannot be read.
+        // A page committed as Far was not all zeros: these zeros are of an unfinished punch. Or its memory failed.
         State::Far if is_present()? && holds_zeros()? => word.unlocked(),
         State::Far | State::Restoring | State::Zero if is_present()? => resident,
         State::Restoring => word.in_state(State::Far).unlocked(),

@@ -1,28 +1,26 @@
-//! Refaults that the VM's agent hears of: pages that were restored.
+//! Recent refaults of a VM whose guest has an agent.
 //!
-//! Before: a fault restored a page of a VM whose guest has an agent. After: reclaim counts how often the agent was
-//! wrong, and the agent hears of what its kernel's services touch.
+//! Before: a fault restored a page. After: reclaim counts how often the agent's cold hints were wrong, and tells the
+//! agent what its kernel's services touch.
 //! Threads: fault and slow workers push, the reclaim worker takes; atomics only. Units: pages of a region.
-//! Promise: a push never waits. A refault that is not taken in time is forgotten.
+//! Promise: a push never waits. The oldest refaults are overwritten.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::PageIdx;
 
-/// Most refaults that wait for the reclaim worker: 64 MiB of pages, in 128 KiB.
+/// Capacity: 64 MiB of pages, in 128 KiB.
 const CAPACITY: u64 = 1 << 14;
-/// Bits of a page number: 256 TiB of a region. The region's number is above them.
+/// Bits of a page number: 256 TiB of a region. The higher bits are the region's number.
 const PAGE_BITS: u32 = 36;
 
-/// Region number and page.
 pub type Place = (u32, PageIdx);
 
-/// The last refaults of a VM.
 #[derive(Debug)]
 pub struct Refaults {
-    /// Region and page, plus one; 0 is an empty slot.
+    /// Region and page, plus one; 0: empty.
     slots: Box<[AtomicU64]>,
-    /// Pages pushed so far, and pages taken or forgotten.
+    /// Refaults pushed so far; refaults taken or overwritten so far.
     pushed: AtomicU64,
     taken: AtomicU64,
 }
@@ -35,14 +33,13 @@ impl Default for Refaults {
 }
 
 impl Refaults {
-    /// Notes that this page refaulted.
     pub fn push(&self, (region, page): Place) {
         let at = self.pushed.fetch_add(1, Ordering::Relaxed) % CAPACITY;
         let entry = u64::from(region) << PAGE_BITS | page.0;
         self.slots[at as usize].store(entry + 1, Ordering::Relaxed);
     }
 
-    /// The oldest refault not yet taken. Only the reclaim worker calls this.
+    /// Takes the oldest refault. Only the reclaim worker calls it.
     pub fn take(&self) -> Option<Place> {
         let pushed = self.pushed.load(Ordering::Relaxed);
         loop {
@@ -51,7 +48,7 @@ impl Refaults {
                 return None;
             }
             self.taken.store(at + 1, Ordering::Relaxed);
-            // The slot is empty: the push was counted and not written yet. Then this refault is forgotten.
+            // An empty slot belongs to a push that has not stored yet: that refault is skipped.
             if let Some(entry) = self.slots[(at % CAPACITY) as usize].swap(0, Ordering::Relaxed).checked_sub(1) {
                 return Some(((entry >> PAGE_BITS) as u32, PageIdx(entry & ((1 << PAGE_BITS) - 1))));
             }

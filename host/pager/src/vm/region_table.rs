@@ -1,9 +1,9 @@
-//! A region's table in the state file, mapped: one flag for each registration chunk, one page-state word for each page.
+//! A region's table in the state file, mapped: one flag for each registration chunk, one word for each page.
 //!
 //! Before: `ballast_handover::state_file` knows where it is. After: `region` has its words and flags.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: if memory of it fails, the page becomes a safe value until recovery has looked at it: words that no worker
-//! can lock ([`Word::LOST`]), and chunks that may be registered.
+//! Promise: if its memory fails, safe values replace it until recovery: words that no worker can lock ([`Word::LOST`]),
+//! and flags of chunks that may be registered.
 
 use std::io;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use ballast_handover::table::{Lost, chunks, flags_len};
 use ballast_page::page_state::Word;
 use ballast_sys::memory_error::{Losses, Surviving};
 
-/// The values in the place of lost ones: chunks that may be registered, words that no worker may move.
+/// Safe values in the place of lost ones.
 pub const LOST: Lost = Lost { flags: u64::MAX, word: Word::LOST.bits() };
 
-/// One region's words and registration flags.
+/// Words and registration flags of one region.
 #[derive(Debug)]
 pub struct RegionTable {
     mapping: Surviving,
@@ -26,7 +26,7 @@ pub struct RegionTable {
 }
 
 impl RegionTable {
-    /// Maps the table of this region of this VM.
+    /// Maps the table of a region.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -34,30 +34,22 @@ impl RegionTable {
         Ok(Self { mapping: state.map_table(record, LOST)?, pages: record.pages() })
     }
 
-    /// The word of a page.
-    ///
-    /// # Panics
-    /// If the page is not in the region.
-    pub fn word(&self, page: PageIdx) -> &AtomicU64 {
-        &self.words(page, 1)[0]
-    }
-
     /// The words of `count` pages from `first` on.
     ///
     /// # Panics
-    /// If not all of them are in the region.
+    /// If a page is not in the region.
     pub fn words(&self, first: PageIdx, count: u64) -> &[AtomicU64] {
         let fits = first.0.checked_add(count).is_some_and(|end| end <= self.pages.0);
         assert!(fits, "{count} pages from {first} on are outside a region of {} pages", self.pages.0);
         self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
     }
 
-    /// Pages of it that memory errors have cost since it was mapped.
+    /// Pages of the table lost to memory errors since it was mapped.
     pub fn lost(&self) -> u64 {
         self.mapping.lost()
     }
 
-    /// Losses that were not reported yet: offsets in the file, and for each the pages whose words they were.
+    /// Losses not reported yet: offsets in the file, and the pages whose words were there.
     pub fn losses(&self, record: &RegionRecord) -> (Losses, Vec<Range<u64>>) {
         let losses = self.mapping.losses();
         let words = record.words_at();
@@ -72,7 +64,7 @@ impl RegionTable {
         (losses, ranges)
     }
 
-    /// One byte per chunk: 1 if it is registered with every view's userfaultfd, else 0.
+    /// One byte per chunk: 1 if it is registered with the userfaultfds of every view, otherwise 0.
     pub fn chunk_flags(&self) -> &[AtomicU8] {
         self.mapping.bytes(0, chunks(self.pages) as usize)
     }

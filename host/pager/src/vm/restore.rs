@@ -1,21 +1,22 @@
-//! Restore: brings back all pages of a VM, and finishes what a dead engine had begun.
+//! Restores all pages of a VM, and finishes punches that a dead engine had begun.
 //!
-//! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: no page is far:
-//! each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
-//! Promise: no page is evicted meanwhile. It ends: a page beyond the end of its file, which somebody made shorter, is
-//! an error, and all others come back. Pages of a disk or a cluster are asked for by up to 64 at once, and what does
-//! not come so, one by one.
+//! Before: memory is about to be pinned, a foreign mapper was seen, or an engine took over. After: no page is far: each
+//! is in its file, a hole that reads as zeros, or known to be lost.
+//! Threads: any; it takes seconds for millions of pages.
+//! Promise: no page is evicted while it runs. It ends: a page beyond the end of its file is an error, and all others
+//! are restored. Pages in a disk or a cluster are requested by up to 64 at once; those that then fail are requested one
+//! by one.
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ballast_base::store::{IoContext, PageBytes};
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
-use super::{Hold, Vm};
+use super::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::View;
 use ballast_page::fault::{restore_some, serve};
@@ -23,32 +24,22 @@ use ballast_page::outcome::{Outcome, Served};
 use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
 
-/// Pages restored before a thread that adds or removes RAM gets a turn.
-const BATCH: u64 = PAGES_PER_UNIT;
-/// Most pages of a slow store that are asked for at once: they are locked together.
+/// Most pages of a slow store in one request: they are all locked.
 const TOGETHER: usize = 64;
-/// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
-/// may last.
+/// Pause after a page that is not available: its store is busy, or a tmpfs of limited size is full, which may last.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Pages that are not available are asked for again and again, for up to [`OFTEN`], as many as this time suffices for.
-/// So a store gives up what it cannot read, which it does only if it is asked often. As much time is all others'.
-const TURN: Duration = Duration::from_secs(2);
-const OFTEN: Duration = Duration::from_secs(30);
+/// Pages that are not available and are retried by turns: a store gives a page up as lost only after many reads, which
+/// must not be too far apart.
+const SOME: usize = 1024;
 
 impl Vm {
-    /// Holds reclaim for this reason and brings every page back. Returns when none is far.
+    /// Restores every page of a held VM. Returns when none is far.
     ///
     /// # Errors
-    /// The first that was met. All other pages are back.
-    pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
-        self.hold(kind, Some(reason));
-        self.restore()
-    }
-
-    /// Brings every page of a held VM back. Returns when none is far.
+    /// The first error. All other pages are restored.
     pub fn restore(&self) -> io::Result<()> {
-        // Reclaim looks at the holds under the shared lock, before each batch. Once this thread has had it exclusively,
-        // every batch under way has seen this hold.
+        // Reclaim checks the holds under the shared layout, before each batch. After this exclusive hold, every batch
+        // has seen this VM's hold.
         drop(self.memory.change_layout());
         let (mut done, since) = (Ok(()), self.releases());
         for region in self.regions() {
@@ -57,8 +48,7 @@ impl Vm {
         done
     }
 
-    /// Brings every page of a region back: through the processes that map it, and what these do not map through a
-    /// mapping of our own, into its file.
+    /// Restores every page of a region: through the processes that map it, and otherwise through a mapping of our own.
     fn restore_region(&self, region: &Arc<Region>, since: u64) -> io::Result<()> {
         let regions = std::slice::from_ref(region);
         let is_back = || Ok::<_, io::Error>(region.is_removed() || self.far_in(regions)?.0 == 0);
@@ -76,23 +66,23 @@ impl Vm {
         tried.and(written.map(drop)).and(Err(io::Error::other(why)))
     }
 
-    /// Finishes what the last engine left half done: these pages are far, and their file holds zeros in their place.
+    /// Punches what the last engine left unpunched: these pages are far, and their file holds zeros in their place.
     pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
         for (number, page) in zeroed {
             let Some(region) = self.region(*number) else { continue };
             if let Err(error) = punch_left(*page, region.granule(*page), &*region) {
-                tracing::warn!(vm = self.state.name(), number, %page, "Freeing what is far: {error}");
+                tracing::warn!(vm = self.state.name(), number, %page, "Freeing far pages: {error}");
             }
         }
     }
 
-    /// Brings every far or zero page of a region back.
+    /// Restores every far or zero page of a region through its views.
     fn restore_all(&self, region: &Region, since: u64) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
-        // Words that were never written say Resident; reading them would have the kernel allocate memory for them.
+        // Words that were never written say Resident; reading them would allocate memory for them.
         let written = self.state.written_words(&record)?;
         let pages = || written.iter().flat_map(|written| region.granules(*written));
-        // No disk or cluster need be waited for.
+        // Near pages first: they wait for no disk or cluster.
         let near = pages().filter(|page| !region.is_slow(*page));
         let all = near.chain(pages());
         self.restore_through(region, all, &|| self.views(), &mut || self.must_come_back(since))
@@ -103,17 +93,18 @@ impl Vm {
         if self.must_come_back(since) { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Interrupted, why)) }
     }
 
-    /// Is all of it still to come back? Another restore does that if it was released meanwhile and is held again.
+    /// Returns whether this restore is to go on. If the VM was released and is held again, another restore does the
+    /// work.
     fn must_come_back(&self, since: u64) -> bool {
         !self.is_stopping() && self.held().is_some() && self.releases() == since
     }
 
-    /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
-    /// other one waiting for long: some of those have their turn again and again, beside all others. `goes_on` is
-    /// called before each [`BATCH`], before each request of a slow store, and while a page is not available.
+    /// Restores the far and zero pages among `pages` through one of these views. A page that is not available does not
+    /// delay the others for long: after each of their batches two such pages are retried. `goes_on` is called before
+    /// each batch, before each request to a slow store, and while a page is not available.
     ///
     /// # Errors
-    /// The first that was met, after all pages were tried.
+    /// The first error, after all pages were tried.
     pub(super) fn restore_through(
         &self,
         region: &Region,
@@ -122,8 +113,9 @@ impl Vm {
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let (mut done, mut missing) = (Ok(()), None);
-        let most = (BATCH / region.granule_pages()).max(1) as usize;
-        // Returns the first of these that is not available, and false if this is to end.
+        // A thread that adds or removes RAM gets the layout after these.
+        let most = (PAGES_PER_UNIT / region.granule_pages()).max(1) as usize;
+        // Returns the first page that is not available, and false if the restore must end.
         let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>, goes_on: &mut dyn FnMut() -> bool| {
             let is_to_go_on = goes_on();
             if is_to_go_on {
@@ -132,57 +124,34 @@ impl Vm {
             }
             (missing.take(), is_to_go_on)
         };
-        // Those that are asked for often, each since when; those that wait.
-        let (mut often, mut waiting) = (VecDeque::<(PageIdx, Instant)>::new(), VecDeque::new());
-        // The next of all pages.
-        let (mut pages, mut next, mut buffer) = (pages.fuse(), VecDeque::new(), Vec::new());
-        let mut fill = |next: &mut VecDeque<PageIdx>, goes_on: &mut dyn FnMut() -> bool| {
+        // Pages not tried yet; pages that were not available, of which [`SOME`] are retried before the rest.
+        let (mut next, mut some, mut rest) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        let (mut pages, mut buffer) = (pages.fuse(), Vec::new());
+        loop {
             if next.is_empty() {
                 next.extend(pages.by_ref().take(most));
                 self.restore_together(region, next.iter().copied(), &views(), &mut buffer, goes_on);
             }
-            !next.is_empty()
-        };
-        while fill(&mut next, goes_on) || !often.is_empty() || !waiting.is_empty() {
-            let mut began = Instant::now();
-            for (page, since) in std::mem::take(&mut often) {
-                if began.elapsed() >= TURN {
-                    waiting.push_back(page);
-                    continue;
-                }
-                match tries(&mut std::iter::once(page), goes_on) {
-                    (_, false) => return done,
-                    (Some(page), _) if since.elapsed() < OFTEN => often.push_back((page, since)),
-                    (missing, _) => waiting.extend(missing),
-                }
+            if next.is_empty() && some.is_empty() && rest.is_empty() {
+                return done;
             }
-            let (mut spent, mut left) = (began.elapsed(), waiting.len());
-            began = Instant::now();
-            while (fill(&mut next, goes_on) || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
-                let begun = Instant::now();
-                let (missing, is_to_go_on) = if !next.is_empty() {
-                    tries(&mut std::iter::from_fn(|| next.pop_front()), goes_on)
-                } else {
-                    left -= 1;
-                    tries(&mut waiting.pop_front().into_iter(), goes_on)
+            for turn in 0..3 {
+                let (missing, is_to_go_on) = match turn {
+                    0 if !next.is_empty() => tries(&mut std::iter::from_fn(|| next.pop_front()), goes_on),
+                    1 if !some.is_empty() => tries(&mut some.pop_front().into_iter(), goes_on),
+                    2 if !rest.is_empty() => tries(&mut rest.pop_front().into_iter(), goes_on),
+                    _ => continue,
                 };
                 if !is_to_go_on {
                     return done;
                 }
-                let Some(page) = missing else { continue };
-                if spent < TURN {
-                    often.push_back((page, begun))
-                } else {
-                    waiting.push_back(page)
-                }
-                spent += begun.elapsed();
+                if some.len() < SOME { some.extend(missing) } else { rest.extend(missing) }
             }
         }
-        done
     }
 
-    /// Brings pages of a slow store back, up to [`TOGETHER`] of a unit by one request, until one does not bring all, or
-    /// `goes_on`, which is called before each, says no.
+    /// Restores pages of a slow store, up to [`TOGETHER`] of one unit by one request. Ends at a request that does not
+    /// restore all of its pages, or when `goes_on`, called before each request, returns false.
     fn restore_together(
         &self,
         region: &Region,
@@ -199,8 +168,8 @@ impl Vm {
             if !goes_on() {
                 return;
             }
-            // Held as below.
-            let layout = self.layout();
+            // Held as in `restore_batch`.
+            let layout = self.memory.layout();
             let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return };
             if region.is_removed() {
                 return;
@@ -208,7 +177,7 @@ impl Vm {
             buffer.resize(TOGETHER, [0; PAGE_SIZE]);
             let cells = run.iter().map(|page| (*page, region.granule(*page).cell()));
             let (key, stores) = (region.region_key(), self.stores.reads(layout.reads(IoContext::BACKGROUND)));
-            // A page that does not come is asked for alone, where it is found out why.
+            // A page that this request does not restore is requested alone later, which tells the reason.
             let Ok(moves) = restore_some(key, cells, &memory, &stores, &mut buffer[..run.len()]) else { return };
             for (page, moved) in &moves {
                 let outcome = Outcome { moved: Some(*moved), served: Ok(Served::Restored) };
@@ -220,8 +189,8 @@ impl Vm {
         }
     }
 
-    /// The same of a batch, once and up to the first page that is not available now, which `missing` is then. The
-    /// layout may change after that, as a store may take for ever.
+    /// Tries each page of a batch once, up to the first that is not available, which is then put into `missing`. Then
+    /// the layout is released, because a store may take arbitrarily long.
     fn restore_batch(
         &self,
         region: &Region,
@@ -229,8 +198,8 @@ impl Vm {
         views: &[Arc<View>],
         missing: &mut Option<PageIdx>,
     ) -> io::Result<()> {
-        // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
-        let layout = self.layout();
+        // Held so that the region cannot be unplugged: its addresses may belong to other RAM right afterwards.
+        let layout = self.memory.layout();
         let in_region = views.iter().filter(|_| !region.is_removed()).filter_map(|view| view.of_region(region));
         let all: Vec<_> = in_region.collect();
         if all.is_empty() {
@@ -248,21 +217,21 @@ impl Vm {
                     break;
                 }
                 if word.state() == State::Zero && !word.is_locked() {
-                    // To all other processes, a hole in the file reads as zeros, too.
+                    // For all other processes, too, a hole in the file reads as zeros.
                     if granule.cell().swap(word, Word::new(State::Resident, 0)) {
                         self.ledger().moved(State::Zero, State::Resident, granule.pages());
                     }
                     continue;
                 }
-                // As if it were in the file: then the file is checked first. A foreign mapper may be why we are here.
+                // As for a minor fault, `serve` then checks the file first: a foreign mapper may have filled it.
                 let kind = FaultKind::Minor;
                 let outcome = serve(granule, key, kind, &all[tried], region, &stores, |age| age);
                 self.ledger().brought_in(region, page, &outcome);
                 match outcome.served {
                     Ok(Served::Later) => {
                         region.check_table()?;
-                        // It has no place to go to, however often it is tried.
-                        if region.is_beyond(page, &region.lengths()?) {
+                        // Such a page cannot be restored, however often it is tried.
+                        if region.ram.is_beyond(page, &region.ram.lengths()?) {
                             done = done.and(Err(region.is_shorter()));
                             break;
                         }
@@ -271,7 +240,7 @@ impl Vm {
                         std::thread::sleep(PAUSE);
                         return done;
                     }
-                    // That process is gone, or does not map this part any more: try another one.
+                    // That process has ended, or no longer maps this part: try another one.
                     Ok(Served::Gone) if tried + 1 < all.len() => tried += 1,
                     Ok(Served::Gone) => {
                         let what = format!("no process of the VM maps page {page} any more");

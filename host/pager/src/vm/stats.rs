@@ -1,8 +1,8 @@
-//! What operators see of a VM: counters, latency histograms and stall, all in the state file so they survive engines.
+//! What operators see of a VM: counters, latency histograms and stall, in the state file, so that they survive engines.
 //!
-//! Before: workers count as they work. After: `daemon` turns a snapshot into JSON and metrics.
-//! Threads: every counter is one relaxed atomic add; a reader may see a page between two gauges for an instant.
-//! Units: nanoseconds inside, named in the accessor outside.
+//! Before: workers count. After: `daemon` turns a snapshot into JSON and metrics.
+//! Threads: each change is a relaxed atomic operation; a reader may catch a page between two gauges. Units:
+//! nanoseconds, unless a name says otherwise.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,29 +10,29 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
 
-/// The counters. The first six are gauges of pages in a state; the others only grow.
+/// The counters, in the order of the state file. Those that are not called gauges only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
-    /// Pages in Quarantine.
+    /// Gauge: pages in Quarantine or Evicting.
     Quarantined,
-    /// Pages Far (and Restoring).
+    /// Gauge: pages Far or Restoring.
     Far,
-    /// Pages Zero.
+    /// Gauge: pages Zero.
     Zero,
-    /// Pages Poisoned.
+    /// Gauge: pages Poisoned.
     Poisoned,
-    /// Bytes registered with userfaultfd.
+    /// Gauge: bytes registered with userfaultfd.
     RegisteredBytes,
-    /// Faults: the page was in memory, not mapped.
+    /// Minor faults: the page was in its file, not mapped.
     FaultMinor,
-    /// Faults: the page was far.
+    /// Faults on far pages.
     FaultRestore,
-    /// Faults: the page was known to be zero.
+    /// Faults on pages known to be zero.
     FaultZero,
-    /// Faults: never touched or discarded.
+    /// Faults on pages never touched, or discarded.
     FaultFresh,
-    /// Faults put back to be served again.
+    /// Faults put back to be retried.
     FaultDeferred,
     /// Pages put into quarantine.
     Zapped,
@@ -42,93 +42,93 @@ pub enum Counter {
     EvictedZero,
     /// Quarantine hits: pages touched in quarantine or while being evicted.
     QuarantineHits,
-    /// Part of those: touched while being evicted; a copy was dropped.
+    /// Quarantine hits during the eviction: a copy was dropped.
     Aborted,
-    /// Pages the guest gave back.
+    /// Pages discarded.
     Discarded,
-    /// Times the store was full.
+    /// Times that a store was full.
     StoreFull,
     /// Pages that could not be zapped, read, stored or punched; they stay resident.
     Failed,
-    /// Nanoseconds some thread of the VM waited.
+    /// Time for which at least one thread of the VM waited, nanoseconds.
     StallSomeNs,
-    /// Nanoseconds all threads of the VM waited.
+    /// Time for which all threads of the VM waited, nanoseconds.
     StallFullNs,
-    /// Longest time the VM was without an engine, nanoseconds.
+    /// Longest time of the VM without an engine, nanoseconds.
     LongestGapNs,
-    /// Times an engine took over from one that died.
+    /// Takeovers from an engine that had died.
     Takeovers,
-    /// Far pages brought back before they were touched.
+    /// Far pages restored before a touch.
     Prefetched,
-    /// Far pages moved from RAM to the file store.
+    /// Pages moved from the RAM store to a slower one.
     Spilled,
-    /// Faults on far pages whose page was in the file store.
+    /// Faults on far pages that were in a slow store.
     FaultFile,
     /// Units (2 MiB) mapped huge again.
     Coalesced,
-    /// Times the kernel refused that.
+    /// Units that the kernel refused to map huge.
     CoalesceRefused,
-    /// Faults that the throttle held back: the VM was above its limit.
+    /// Faults that the throttle delayed: the VM was above its limit.
     Throttled,
-    /// How long they waited for credits, nanoseconds.
+    /// Sum of these delays, nanoseconds.
     ThrottledNs,
-    /// The sum of the refault intervals of all restored pages, milliseconds.
+    /// Sum of the refault intervals of all restored pages, milliseconds.
     RefaultMs,
-    /// The sum of the reciprocals of their refault intervals: thousandths of 1/s.
+    /// Sum of the reciprocals of these intervals, in thousandths of 1/s.
     RefaultMilliHz,
-    /// Pages that faults restored: more than faults where 2 MiB is paged as one.
+    /// Pages that faults restored: more than faults where 2 MiB moves as one.
     RestoredPages,
-    /// The same of faults on zero pages.
+    /// Zero pages that faults or readahead filled.
     ZeroedPages,
-    /// Time that fault workers spent on its faults, nanoseconds of wall-clock time: a visit hardly ever sleeps.
+    /// Wall-clock time that fault workers spent on its faults, nanoseconds; a visit hardly ever sleeps.
     FaultWorkNs,
     /// CPU time that its tasks took, nanoseconds.
     TaskCpuNs,
-    /// Gauge: pages that were last seen on the slow node of the host.
+    /// Gauge: pages last seen on the host's slow node.
     SlowNode,
     /// Pages moved to the slow node.
     MovedDown,
     /// Pages moved to the fast node.
     MovedUp,
-    /// Pages that were to be moved, and stayed.
+    /// Pages that were to be moved to another node, and stayed.
     MoveFailed,
-    /// Units split so that their pages can be moved alone.
+    /// Huge units split so that their pages can be moved alone.
     Split,
     /// Units that the kernel would not split.
     SplitFailed,
-    /// Units joined again.
+    /// Units made huge again.
     Joined,
     /// Pages restored within [`SOON_MS`](crate::vm::interval::SOON_MS) of their eviction.
     RestoredSoon,
 }
 const _: () = assert!((Counter::RestoredSoon as usize) < COUNTERS);
 
-/// Which histogram.
+/// A latency histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Latency {
-    /// A far page: fault read to guest woken.
+    /// Fault on a far page, from its read to the wake.
     Restore,
-    /// A fault on any other page: fault read to guest woken.
+    /// Any other fault, from its read to the wake.
     Other,
 }
 
-/// A stage of a restore. Each is a histogram of its own, of the restores that `stages` times.
+/// A stage of a restore, with a histogram of the restores that `stages` samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Stage {
-    /// Fault read until the try that served it.
+    /// From the read of the fault to the try that served it.
     Queue,
-    /// From the start of that try until the page's word was found far.
+    /// From the start of that try until the word was found Far.
     Lookup,
-    /// Until the page's bytes were there.
+    /// Until the page's bytes were read.
     Read,
-    /// Until the guest was woken, and the page's copy freed.
+    /// Until the thread was woken and the copy freed.
     Install,
 }
 
 impl Stage {
-    /// All stages, in their order.
+    /// All stages, in order.
     pub const ALL: [Self; 4] = [Self::Queue, Self::Lookup, Self::Read, Self::Install];
 
     /// Its name in metrics.
@@ -146,13 +146,12 @@ impl Stage {
 const SUB: u32 = 16;
 /// Buckets: exact below 16 ns, then 16 per power of two up to 2^40 ns (18 minutes).
 pub const BUCKETS: usize = 592;
-/// Buckets of a stage: to 2^30 ns (a second); longer values are in the last.
+/// Buckets of a stage, up to 2^30 ns (1 s); longer values count in the last one.
 const STAGE_BUCKETS: usize = 432;
-/// The stages come after the two latencies.
+/// The stages follow the two latencies.
 const STAGES_AT: usize = 2 * (BUCKETS + 2);
 const _: () = assert!(STAGES_AT + Stage::ALL.len() * (STAGE_BUCKETS + 2) <= HISTOGRAM_WORDS);
 
-/// The bucket of a value.
 fn bucket(ns: u64) -> usize {
     if ns < u64::from(SUB) {
         return ns as usize;
@@ -162,7 +161,7 @@ fn bucket(ns: u64) -> usize {
     ((power + 1) * SUB + sub).min(BUCKETS as u32 - 1) as usize
 }
 
-/// The upper edge of a bucket, nanoseconds.
+/// Upper edge of a bucket, nanoseconds.
 pub fn upper_edge(bucket: usize) -> u64 {
     let (power, sub) = (bucket as u32 / SUB, bucket as u64 % u64::from(SUB));
     if power == 0 { sub } else { ((u64::from(SUB) + sub + 1) << (power - 1)) - 1 }
@@ -180,12 +179,12 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// How many values.
+    /// Number of values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// The value that `percent` of the values do not exceed, nanoseconds; 0 when there are none.
+    /// The value that `percent` of the values do not exceed, nanoseconds; 0 without values.
     pub fn percentile_ns(&self, percent: f64) -> u64 {
         let rank = (self.count() as f64 * percent / 100.0).ceil().max(1.0) as u64;
         let mut seen = 0;
@@ -215,8 +214,7 @@ impl<'a> Stats<'a> {
         self.counters[counter as usize].fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Lowers a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is
-    /// counted.
+    /// Lowers a gauge. It may be below zero for an instant, if a page is restored before its eviction is counted.
     pub fn sub(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_sub(n, Ordering::Relaxed);
     }
@@ -226,12 +224,12 @@ impl<'a> Stats<'a> {
         self.counters[counter as usize].store(n, Ordering::Relaxed);
     }
 
-    /// Raises a value to at least `n`.
+    /// Raises a counter to at least `n`.
     pub fn raise(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_max(n, Ordering::Relaxed);
     }
 
-    /// Reads a value. A gauge that is below zero for an instant reads as zero.
+    /// Reads a counter. A gauge below zero reads as zero.
     pub fn get(self, counter: Counter) -> u64 {
         (self.counters[counter as usize].load(Ordering::Relaxed) as i64).max(0) as u64
     }
@@ -246,29 +244,29 @@ impl<'a> Stats<'a> {
         &self.histograms[STAGES_AT + which as usize * size..][..size]
     }
 
-    /// Record one latency.
+    /// Records one latency.
     pub fn record(self, which: Latency, took: Duration) {
         record(self.histogram_words(which), took);
     }
 
-    /// Record one stage of a restore.
+    /// Records one stage of a restore.
     pub fn record_stage(self, which: Stage, took: Duration) {
         record(self.stage_words(which), took);
     }
 
-    /// Copy a histogram.
+    /// Copies a histogram.
     pub fn histogram(self, which: Latency) -> Histogram {
         copy(self.histogram_words(which))
     }
 
-    /// The histogram of all faults. Each fault is in one of the two that it is made of.
+    /// The histogram of all faults, each of which is in one of the two latencies.
     pub fn fault_histogram(self) -> Histogram {
         let (mut all, other) = (self.histogram(Latency::Restore), self.histogram(Latency::Other));
         all.counts.iter_mut().zip(other.counts).for_each(|(sum, count)| *sum += count);
         Histogram { sum_ns: all.sum_ns + other.sum_ns, max_ns: all.max_ns.max(other.max_ns), ..all }
     }
 
-    /// Copy a stage's histogram.
+    /// Copies a stage's histogram.
     pub fn stage(self, which: Stage) -> Histogram {
         copy(self.stage_words(which))
     }
@@ -289,8 +287,7 @@ fn copy(words: &[AtomicU64]) -> Histogram {
     Histogram { counts: words[..buckets].to_vec(), sum_ns: words[buckets], max_ns: words[buckets + 1] }
 }
 
-/// Stall averages of one kind, in percent, as the kernel's PSI computes them: an exponential average, sampled every two
-/// seconds.
+/// Stall averages of one kind, in percent, as the kernel's PSI computes them: exponential, sampled every 2 s.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Averages {
     /// Over 10 seconds.
@@ -302,7 +299,7 @@ pub struct Averages {
 }
 
 impl Averages {
-    /// This much of the time since the last sample was waited for, in percent.
+    /// Adds a sample: this percentage of the elapsed time was stall.
     pub fn add(&mut self, percent: f64, elapsed: Duration) {
         for (average, window_s) in [(&mut self.avg10, 10.0), (&mut self.avg60, 60.0), (&mut self.avg300, 300.0)] {
             let keep = (-elapsed.as_secs_f64() / window_s).exp();
@@ -332,7 +329,7 @@ impl Pressure {
         Self(Mutex::new(Sampled { at: Instant::now(), totals_ns, averages: Default::default() }))
     }
 
-    /// Takes a sample if a period has passed.
+    /// Takes a sample if a period has passed since the last one.
     pub fn sample(&self, stats: Stats<'_>, now: Instant) {
         let mut state = self.0.lock().expect("no panic while held");
         let elapsed = now.saturating_duration_since(state.at);
@@ -349,7 +346,7 @@ impl Pressure {
         }
     }
 
-    /// The averages: some, full.
+    /// The averages of some and full stall.
     pub fn averages(&self) -> [Averages; 2] {
         self.0.lock().expect("no panic while held").averages
     }

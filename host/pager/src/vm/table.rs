@@ -1,8 +1,9 @@
-//! A VM's pages as heat sees them: which are in DRAM, and the ages in their words.
+//! The table of a VM's pages that heat sees: the pages that are in DRAM, and the ages in their words.
 //!
-//! Before: reclaim asks heat for cold pages, or the tracker ends a cycle. After: ages are read, and written, where no
-//! worker is at work. A page that a view keeps has no age, so it is not proposed. Threads: any. Promise: nothing but
-//! the age of a page changes, and in a race the other thread's word stays.
+//! Before: reclaim asks heat for cold pages, or the tracker ends a cycle. After: ages are read and written where no
+//! worker moves the page. A page that a view keeps has no age, so it is not proposed.
+//! Threads: any.
+//! Promise: only the age of a page changes; in a race the other thread's word wins.
 
 use std::sync::Arc;
 
@@ -14,11 +15,10 @@ use crate::vm::region::Region;
 use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
 
-/// The VM's pages as heat sees them.
 pub(crate) struct Table<'a> {
     vm: &'a Vm,
     regions: Vec<Arc<Region>>,
-    /// Views that keep some pages.
+    /// Views with kept parts.
     keep: Vec<Arc<View>>,
 }
 
@@ -40,7 +40,7 @@ impl Pages for Table<'_> {
     }
 
     fn next_present(&self, region: u32, pages: PageRange) -> Option<PageRange> {
-        // To read the words of one that was unplugged would allocate their memory again.
+        // Reading the words of an unplugged region would allocate their memory again.
         if self.regions[region as usize].is_removed() {
             return None;
         }
@@ -58,7 +58,7 @@ impl Pages for Table<'_> {
         if self.keep.iter().any(|view| view.kept.contains(region, page.0)) {
             return None;
         }
-        // Quarantine would only return a pinned page.
+        // A pinned page would only come back from quarantine.
         if self.vm.pinned.contains(region, page) {
             return None;
         }
@@ -75,7 +75,7 @@ impl Pages for Table<'_> {
         let cell = self.regions[region as usize].granule(page).cell();
         let word = cell.load();
         if word.state() == State::Resident && !word.is_locked() {
-            // If the exchange fails, another thread has a newer word.
+            // If the exchange fails, another thread has written a newer word.
             cell.swap(word, Word::new(State::Resident, age));
         }
     }

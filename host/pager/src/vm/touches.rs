@@ -1,6 +1,7 @@
 //! Touches: messages of a VM's fault workers to its tracking worker.
 //!
-//! Before: the zap scan began a cycle. After: the scan reads which pages were touched, and what that cost the guest.
+//! Before: the zap scan began a cycle. After: the scan reads which pages were touched, and the time that guest threads
+//! lost to it.
 //! Threads: fault workers mark, the tracking worker reads; atomics only. Units: pages of a region; nanoseconds.
 //! Promise: marking never waits.
 
@@ -9,27 +10,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_heat::source::MOST_FINE;
 use ballast_heat::{PageMap, UnitId};
 
-/// Most units that can be watched page by page at a time.
-pub const FINE_UNITS: usize = 512;
-/// Time that a waiting thread loses before its fault is read and after it is resolved, on the CPU of the worker: 3.6 us
-/// measured in all, less the part that the worker sees.
+/// Time that a thread loses before its fault is read and after it is resolved: of 3.6 us measured in all, the part that
+/// the fault worker cannot see.
 const UNSEEN: Duration = Duration::from_micros(2);
 
-/// Reports of fault workers to the tracker of one VM.
 #[derive(Debug)]
 pub(crate) struct Touches {
     /// A cycle runs.
     running: AtomicBool,
-    /// Slots in use.
+    /// Slots in use, sorted by unit.
     fine: AtomicUsize,
     slots: Box<[Slot]>,
-    faults: AtomicU64,
     waited_ns: AtomicU64,
 }
 
-/// While it lives, a cycle runs and no chunk is unregistered.
+/// Guard: while it lives, a cycle runs and no chunk is unregistered.
 #[derive(Debug)]
 pub(crate) struct KeepRegistered(Arc<Touches>);
 
@@ -39,7 +37,7 @@ impl Drop for KeepRegistered {
     }
 }
 
-/// One unit that is watched page by page.
+/// A unit in a fine cycle.
 #[derive(Debug, Default)]
 struct Slot {
     unit: AtomicU64,
@@ -55,15 +53,14 @@ impl Default for Touches {
         Self {
             running: AtomicBool::new(false),
             fine: AtomicUsize::new(0),
-            slots: (0..FINE_UNITS).map(|_| Slot::default()).collect(),
-            faults: AtomicU64::new(0),
+            slots: (0..MOST_FINE).map(|_| Slot::default()).collect(),
             waited_ns: AtomicU64::new(0),
         }
     }
 }
 
 impl Touches {
-    /// Watches these units, in ascending order, page by page from now on, at most [`FINE_UNITS`].
+    /// Begins to record touches of these units page by page: at most [`MOST_FINE`], in ascending order.
     pub fn begin(&self, fine: impl Iterator<Item = UnitId>) {
         self.fine.store(0, Ordering::Release);
         let mut count = 0;
@@ -73,17 +70,15 @@ impl Touches {
             count += 1;
         }
         self.fine.store(count, Ordering::Release);
-        self.faults.store(0, Ordering::Relaxed);
         self.waited_ns.store(0, Ordering::Relaxed);
     }
 
-    /// Begins a cycle, which runs until the returned value is dropped.
+    /// Begins a cycle, which ends when the returned guard is dropped.
     pub fn begin_cycle(self: &Arc<Self>) -> KeepRegistered {
         self.running.store(true, Ordering::Release);
         KeepRegistered(self.clone())
     }
 
-    /// Does a cycle run?
     pub fn is_running(&self) -> bool {
         self.running.load(Ordering::Acquire)
     }
@@ -94,19 +89,18 @@ impl Touches {
         used.get(at)
     }
 
-    /// The pages of a unit touched since [`Touches::begin`].
+    /// Pages of a unit touched since [`Touches::begin`].
     pub fn pages(&self, unit: UnitId) -> PageMap {
         let Some(slot) = self.slot(unit) else { return PageMap::NONE };
         PageMap(std::array::from_fn(|word| slot.pages[word].load(Ordering::Relaxed)))
     }
 
-    /// Faults since [`Touches::begin`], and how long threads waited for them.
-    pub fn cost(&self) -> (u64, Duration) {
-        let waited = Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed));
-        (self.faults.load(Ordering::Relaxed), waited)
+    /// The time that threads waited for faults of tracking since [`Touches::begin`].
+    pub fn cost(&self) -> Duration {
+        Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed))
     }
 
-    /// Marks a page of a unit that is watched page by page; returns false if the unit is not.
+    /// Marks a page as touched; returns false if its unit is not recorded page by page.
     pub fn mark(&self, unit: UnitId, page: PageIdx) -> bool {
         let Some(slot) = self.slot(unit) else { return false };
         let page = page.0 % PAGES_PER_UNIT;
@@ -114,12 +108,7 @@ impl Touches {
         true
     }
 
-    /// Counts a fault that the watch caused.
-    pub fn count_fault(&self, tracked: bool) {
-        self.faults.fetch_add(u64::from(tracked), Ordering::Relaxed);
-    }
-
-    /// Charges the watch with the wait for such a fault, which was read at `since`.
+    /// Adds the wait for a fault that tracking caused and that was read at `since`.
     pub fn charge(&self, since: Instant) {
         let waited = since.elapsed() + UNSEEN;
         self.waited_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);

@@ -6,45 +6,30 @@ use std::time::Duration;
 
 use ballast_heat::Settings;
 
-/// Pause between two passes over all units, normally: a unit must be whole in two passes in a row.
-const COALESCE_EVERY: Duration = Duration::from_secs(1);
-
-/// When a VM is tracked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Track {
-    /// While it has a limit below its size, because then reclaim needs it.
-    Auto,
-    /// Always.
-    On,
-    /// Never.
-    Off,
-}
-
-/// Settings of the two loops.
+/// Settings of the workers.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
-    /// How long a page stays zapped before it is evicted (T).
+    /// T: time in quarantine before a page is evicted.
     pub quarantine: Duration,
-    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned. Then T is no safety
-    /// matter, and reclaim shortens it where it must (`reclaim/controller.rs`): with a long one the guest would touch
-    /// every page of a working set larger than the limit in quarantine, for ever. It begins several times as long as
-    /// hot pages usually go untouched: with 20 ms, a guest that touches each of them every 50 ms lost 2 of 3 that were
-    /// picked.
+    /// Longest quarantine while the VM is above its limit and nothing can pin its memory. T is then not needed for
+    /// safety, and reclaim shortens it where it must (`reclaim/controller.rs`): with a long one, the guest would touch
+    /// every page of a working set above the limit while it is in quarantine. It begins at several times the interval
+    /// between two touches of a hot page: at 20 ms, a guest that touches each hot page every 50 ms lost 2 of 3 picked
+    /// pages.
     pub direct_quarantine: Duration,
-    /// Least time a page is in the RAM store before it goes to the file store; `None` if none is to go.
+    /// Shortest stay of a page in the RAM store before it moves to a slow store; `None`: pages do not move.
     pub spill_after: Option<Duration>,
-    /// Pause between two searches for memory that can be mapped huge again.
+    /// Pause between two searches for units to map huge again: a unit must be whole in two of them in a row.
     pub coalesce_every: Duration,
-    /// When to track which memory is hot; [`Vm::set_track`] changes it.
-    pub track: Track,
-    /// How to track it.
+    /// Whether accesses are tracked; [`Vm::set_track`] changes it.
+    pub track: bool,
+    /// Settings of access tracking.
     pub heat: Settings,
-    /// Nodes of fast and of slow memory to keep it on, by heat; `None`: it stays where the kernel puts it.
+    /// NUMA nodes of fast and of slow memory, between which heat places its pages; `None`: the kernel places them.
     pub tiers: Option<HostTiers>,
 }
 
-/// Two nodes of the host.
+/// Two NUMA nodes of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostTiers {
     /// The node of fast memory.
@@ -53,7 +38,7 @@ pub struct HostTiers {
     pub slow_node: u32,
     /// Most of a VM's memory on the fast node, in percent.
     pub fast_percent: u32,
-    /// Most memory of a VM moved each way in a second.
+    /// Most memory of a VM moved in each direction, MiB per second.
     pub mib_per_s: u64,
 }
 
@@ -63,8 +48,8 @@ impl Default for Tuning {
             quarantine: Duration::from_secs(1),
             direct_quarantine: Duration::from_millis(300),
             spill_after: None,
-            coalesce_every: COALESCE_EVERY,
-            track: Track::Auto,
+            coalesce_every: Duration::from_secs(1),
+            track: false,
             heat: Settings::default(),
             tiers: None,
         }

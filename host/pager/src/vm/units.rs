@@ -1,13 +1,13 @@
 //! Units: the engine's knowledge of each 2 MiB of a region.
 //!
-//! Before: a chunk is registered, and `huge::learn` notes which of its units are mapped huge. After: reclaim,
-//! tracking and `coalesce` note what they did to a unit, and faults read it.
-//! Threads: any; atomics only. It is in the engine's memory: a successor begins with no knowledge.
+//! Before: a chunk is registered, and `huge::learn` marks its units that are mapped huge. After: reclaim, tracking and
+//! `coalesce` note their changes of a unit, and faults read them.
+//! Threads: any; atomics only. It is in the engine's memory: the next engine begins without it.
 //!
-//! | What | Used by | If it is wrong |
+//! | Part | Used by | If it is wrong |
 //! |---|---|---|
 //! | the stage (`unit.rs`) | code that maps a unit as a whole | bytes are lost: see there |
-//! | how it is mapped | `coalesce`, which maps huge units huge again; the zap scan | base pages, or one more fault |
+//! | the mapping | `coalesce`, which maps huge units huge again; the zap scan | base pages, or one more fault |
 //! | touches | the zap scan | memory looks colder or hotter than it is |
 
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
@@ -17,49 +17,41 @@ use ballast_heat::source::BLOCK;
 
 use ballast_page::unit::{Stage, Unit};
 
-/// It was once seen mapped huge, so it is worth mapping huge again.
+/// It was mapped huge once, so it is worth mapping huge again.
 const HUGE: u8 = 1;
-/// Pages of it were zapped since: it is no longer mapped huge.
+/// Pages of it were zapped since, so it is no longer mapped huge.
 const BROKEN: u8 = 1 << 1;
-/// It was whole when it was last looked at, and not disturbed since.
+/// It was whole in the last pass of coalescing, and was not disturbed since.
 const WHOLE: u8 = 1 << 2;
-/// Its base pages were zapped to watch them: a touch may map its neighbours, too.
+/// Its base pages were zapped by tracking: a fault may map the neighbours, too.
 const ZAPPED: u8 = 1 << 3;
 
 /// The running cycle watches it: touches are recorded.
 const TRACKED: u16 = 1 << 8;
 
-/// The units of one region, counted from its start.
 #[derive(Debug)]
 pub struct Units(Box<[UnitState]>);
 
 impl Units {
-    /// For a region of this number of pages; a partial unit at its end is left out.
+    /// Units of a region of this many pages, without a partial unit at its end.
     pub fn new(pages: PageCount) -> Self {
         Self((0..pages.0 / PAGES_PER_UNIT).map(|_| UnitState::default()).collect())
     }
 
-    /// How many there are.
     pub fn len(&self) -> u64 {
         self.0.len() as u64
     }
 
-    /// Has the region no whole unit?
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// One unit.
     pub fn get(&self, unit: u64) -> Option<&UnitState> {
         self.0.get(usize::try_from(unit).ok()?)
     }
 
-    /// The unit of a page, unless the page is in a partial unit at the region's end.
+    /// The unit of a page; `None` in a partial unit at the region's end.
     pub fn of(&self, page: PageIdx) -> Option<&UnitState> {
         self.get(page.unit())
     }
 
-    /// Some of these pages are in Quarantine and about to be zapped. See [`Unit::disturb`].
+    /// Pages of these units are in Quarantine and about to be zapped: see [`Unit::disturb`].
     pub fn disturb(&self, pages: PageRange, pause: impl Fn()) {
         self.covering(pages).for_each(|unit| unit.disturb(&pause));
     }
@@ -69,106 +61,97 @@ impl Units {
     }
 }
 
-/// The pages of a unit.
-pub fn pages_of(unit: u64) -> impl Iterator<Item = PageIdx> + Clone {
-    PageRange::of_unit(unit).iter()
-}
-
-/// The state of one unit.
 #[derive(Debug, Default)]
 pub struct UnitState {
     stage: AtomicU8,
-    /// How it is mapped.
+    /// Flags [`HUGE`] to [`ZAPPED`].
     mapped: AtomicU8,
-    /// [`TRACKED`], and a bit for each eighth that the running cycle saw touched, unless it watches page by page.
+    /// [`TRACKED`], and a bit for each eighth of the unit touched in this cycle, unless the cycle records it page by
+    /// page.
     touched: AtomicU16,
 }
 
 impl UnitState {
-    /// The stage of the unit as a whole.
     pub fn as_whole(&self) -> Unit<'_> {
         Unit::new(&self.stage)
     }
 
-    /// Returns whether a fault on it needs no further look.
+    /// Returns whether a fault on the unit needs no further check.
     pub fn is_quiet(&self) -> bool {
         self.as_whole().stage() == Stage::Plain && !self.is_zapped() && !self.is_tracked()
     }
 
-    /// Some of its pages are in Quarantine now and will be zapped as soon as this returns. See [`Unit::disturb`].
+    /// Pages of it are in Quarantine, and are zapped after this returns: see [`Unit::disturb`].
     fn disturb(&self, pause: impl Fn()) {
         self.as_whole().disturb(pause);
         self.mark(|mapped| {
-            // The zap of one page unmaps all of a huge mapping.
+            // A zap of one page unmaps a huge mapping as a whole.
             let unmapped = if mapped & (HUGE | BROKEN) == HUGE { ZAPPED } else { 0 };
             mapped & !WHOLE | BROKEN | unmapped
         });
     }
 
-    /// Changes how it is mapped. Returns the value before.
+    /// Changes its mapping flags. Returns the old ones.
     fn mark(&self, change: impl Fn(u8) -> u8) -> u8 {
         self.mapped
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |mapped| Some(change(mapped)))
             .expect("there is always a change")
     }
 
-    /// It is mapped huge.
     pub fn seen_huge(&self) {
         self.mark(|mapped| mapped & !(BROKEN | WHOLE | ZAPPED) | HUGE);
     }
 
-    /// Is it mapped huge, as far as is known, or was it until tracking zapped it?
+    /// Returns whether it is mapped huge, as far as the engine knows, or was until tracking zapped it.
     pub fn is_huge(&self) -> bool {
         self.mapped.load(Ordering::Acquire) & (HUGE | BROKEN) == HUGE
     }
 
-    /// It is not mapped huge any more, and its pages are not mapped at all.
+    /// Records that it is no longer mapped huge, and that none of its pages is mapped.
     pub fn tear(&self) {
         self.mark(|mapped| mapped & !WHOLE | BROKEN | ZAPPED);
     }
 
-    /// Was it once mapped huge, and has been zapped in part since?
+    /// Returns whether it was mapped huge once and was zapped in part since.
     pub fn is_broken(&self) -> bool {
         self.mapped.load(Ordering::Acquire) & (HUGE | BROKEN) == HUGE | BROKEN
     }
 
-    /// It can never be mapped huge again.
+    /// Records that it can never be mapped huge again.
     pub fn give_up(&self) {
         self.mark(|mapped| mapped & !HUGE);
     }
 
-    /// It was found whole. Returns whether it was whole before, too, without a disturbance in between.
+    /// Records that it is whole. Returns whether it was whole in the last pass, too, and not disturbed since.
     pub fn found_whole(&self) -> bool {
         self.mark(|mapped| mapped | WHOLE) & WHOLE != 0
     }
 
-    /// Its base pages are about to be zapped to watch them.
+    /// Records that its base pages are about to be zapped by tracking.
     pub fn zap(&self) {
         self.mark(|mapped| mapped | ZAPPED);
     }
 
-    /// Were its base pages zapped to watch them, and may some be unmapped still?
+    /// Returns whether tracking zapped its base pages, and some may still be unmapped.
     pub fn is_zapped(&self) -> bool {
         self.mapped.load(Ordering::Acquire) & ZAPPED != 0
     }
 
-    /// Begins to record touches of it.
     pub fn track(&self) {
         self.touched.store(TRACKED, Ordering::Release);
     }
 
-    /// Are touches of it recorded?
     pub fn is_tracked(&self) -> bool {
         self.touched.load(Ordering::Acquire) & TRACKED != 0
     }
 
-    /// Records a touch of a page of it. A fault that maps the unit as a whole next calls this before: by the stage that
-    /// it then moves, the tracker sees this.
+    /// Records a touch of a page of it. A fault that then maps the unit as a whole calls this first: the stage that it
+    /// changes makes the touch visible to the tracker.
     pub fn touch(&self, page: PageIdx) {
         self.touched.fetch_or(1 << (page.0 % PAGES_PER_UNIT / BLOCK), Ordering::AcqRel);
     }
 
-    /// Ends the recording of touches. Returns the eighths that were touched.
+    /// Ends the recording. Returns a bit for each eighth that was touched.
     pub fn untrack(&self) -> u8 {
         self.touched.swap(0, Ordering::AcqRel) as u8
     }
@@ -179,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_was_huge_is_broken_by_a_disturbance_and_must_be_found_whole_twice() {
+    fn only_a_huge_unit_is_broken_by_a_disturbance_and_must_be_found_whole_twice() {
         let unit = UnitState::default();
         unit.disturb(|| ());
         assert!(!unit.is_broken());
@@ -197,7 +180,7 @@ mod tests {
     #[test]
     fn touches_of_a_cycle_are_those_between_its_begin_and_its_end() {
         let unit = UnitState::default();
-        // A fault that found the unit tracked may be late.
+        // A fault that found the unit tracked may come late.
         unit.touch(PageIdx(0));
         assert!(unit.is_quiet());
         unit.track();

@@ -1,8 +1,9 @@
-//! A view: one process's mapping of a VM's RAM and its userfaultfds. Its peer zaps there (`peer.rs`).
+//! A view: one process's mapping of a VM's RAM, with its userfaultfds. Our client there zaps (`client_peer.rs`).
 //!
-//! Before: the keeper hands over the descriptors. After: fault workers read and resolve its faults; reclaim zaps
-//! through it. Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
-//! Threads: any. Promise: while an address is being served, what is mapped there is not forgotten.
+//! Before: the keeper passes the descriptors on. After: fault workers read and resolve its faults; reclaim zaps through
+//! it. Most VMs have one view; a vhost-user back end that attaches, too, is a second view of the same regions.
+//! Threads: any.
+//! Promise: while a fault on an address is served, the mapping there is not forgotten.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,56 +18,54 @@ use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
 use rustix::io::Errno;
 
+use crate::vm::client_peer::ClientPeer;
 use crate::vm::kept::Kept;
-use crate::vm::peer::Peer;
 use crate::vm::region::Region;
 use crate::vm::serve::stall::Stall;
-use crate::vm::shard::Shards;
 use ballast_page::memory::Mapped;
 
 /// One process's view of a VM.
 #[derive(Debug)]
 pub struct View {
-    /// The process.
+    /// Process ID.
     pub pid: u32,
-    shards: Shards,
+    uffds: Vec<Uffd>,
     can_poison: bool,
     remote: OnceLock<Option<Remote>>,
-    peer: Arc<dyn Peer>,
-    /// Where each region is mapped: start, end, region number; sorted by start.
+    peer: Arc<ClientPeer>,
+    /// Mappings of regions, sorted: start, end, region number.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
-    /// Shared by each fault from the look-up of its page until it is served. Faults that wait for a disk share another
-    /// one, so that no other fault waits for them.
+    /// Shared by each fault from the look-up of its page until it is served. Faults that wait for a disk share the
+    /// other lock, so that no other fault waits for them.
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
-    /// Parts that the client could not zap.
+    /// Parts that the client cannot zap.
     pub(crate) kept: Kept,
-    /// Threads that wait here.
+    /// Threads that wait for faults of this view.
     pub(crate) stall: Stall,
     closed: AtomicBool,
 }
 
-/// A view of one region: what [`ballast_page::fault::serve`] works on.
+/// A view of one region: [`ballast_page::fault::serve`] works on it.
 #[derive(Clone, Debug)]
 pub struct RegionView<'a> {
     view: &'a View,
     base: Hva,
-    /// `None` if there is one extent, which has all pages.
+    /// `None`: one extent has all pages.
     extents: Option<Extents>,
-    /// The nodes that pages are to be of, by file.
+    /// NUMA nodes to allocate pages from, by file.
     nodes: Option<Arc<[Option<u32>]>>,
-    /// Bytes paged as one.
     granule: u64,
     stripes: Stripes,
 }
 
 impl View {
-    /// A view of process `pid`, in which this peer acts for us.
-    pub fn new(pid: u32, shards: Shards, uffd_features: u64, peer: Arc<dyn Peer>) -> Self {
+    /// A view of process `pid`, with at least one userfaultfd, of which `peer` is the client.
+    pub fn new(pid: u32, uffds: Vec<Uffd>, uffd_features: u64, peer: Arc<ClientPeer>) -> Self {
         Self {
             pid,
-            stall: Stall::new(shards.count()),
-            shards,
+            stall: Stall::new(uffds.len()),
+            uffds,
             can_poison: uffd_features & feature::POISON != 0,
             remote: OnceLock::new(),
             peer,
@@ -78,13 +77,13 @@ impl View {
         }
     }
 
-    /// The userfaultfds.
-    pub fn shards(&self) -> &Shards {
-        &self.shards
+    /// The userfaultfds, in the client's order. Each page's faults come through one of them (`ballast_base::stripes`).
+    pub fn uffds(&self) -> &[Uffd] {
+        &self.uffds
     }
 
-    /// The process's page tables; `None` if it is gone or the kernel does not let us. Where descriptors or memory are
-    /// short, the next call tries again.
+    /// The process's page tables; `None` if it has ended or the kernel refuses. If descriptors or memory are short, the
+    /// next call tries again.
     pub(crate) fn remote(&self) -> Option<&Remote> {
         if let Some(opened) = self.remote.get() {
             return opened.as_ref();
@@ -100,44 +99,44 @@ impl View {
         self.remote.get_or_init(|| opened.ok()).as_ref()
     }
 
-    /// Acts for the engine in its process.
-    pub fn peer(&self) -> &Arc<dyn Peer> {
+    /// The client in the process.
+    pub fn peer(&self) -> &Arc<ClientPeer> {
         &self.peer
     }
 
-    /// The user of its process; `None` if no client runs in that.
+    /// User ID of the process; `None` if no client runs in it.
     pub fn user(&self) -> Option<u32> {
-        rustix::net::sockopt::socket_peercred(self.peer.input()).ok().map(|peer| peer.uid.as_raw())
+        rustix::net::sockopt::socket_peercred(&*self.peer).ok().map(|peer| peer.uid.as_raw())
     }
 
-    /// Add a region's mapping.
+    /// Adds the mapping of a region.
     pub fn add_span(&self, Span { hva, len }: Span, region: u32) {
         let mut spans = self.spans.write().expect("no panic while held");
         spans.push((hva, hva + len.0, region));
         spans.sort_unstable();
     }
 
-    /// Forgets a region's mapping; returns its number. No fault on it is being served afterwards, so that its addresses
-    /// may become other RAM's.
+    /// Forgets the mapping of a region, and returns the region's number. When it returns, no fault on that mapping is
+    /// being served, so its addresses may become those of other RAM.
     pub fn remove_span(&self, start: Hva) -> Option<u32> {
         let mut spans = self.spans.write().expect("no panic while held");
         let at = spans.iter().position(|span| span.0 == start)?;
         let (_, _, number) = spans.remove(at);
         drop(spans);
         self.kept.forget(number);
-        // One after the other: while this waits for the second, the first is free.
+        // Each lock is released before the next is taken, so a wait for the second does not block the first.
         for serving in [&self.serving, &self.serving_from_disk] {
             drop(serving.write().expect("no panic while held"));
         }
         Some(number)
     }
 
-    /// While this is held, the addresses that are looked up in this view do not change.
+    /// While it is held, an address that was looked up in this view keeps its meaning.
     pub(crate) fn serving(&self) -> RwLockReadGuard<'_, ()> {
         self.serving.read().expect("no panic while held")
     }
 
-    /// The same for a thread that may wait for a disk.
+    /// Like [`View::serving`], for a thread that may wait for a disk.
     pub(crate) fn serving_from_disk(&self) -> RwLockReadGuard<'_, ()> {
         self.serving_from_disk.read().expect("no panic while held")
     }
@@ -147,7 +146,7 @@ impl View {
         self.find_mapped(addr).map(|(region, page, _)| (region, page))
     }
 
-    /// The region and page at an address, and where the region is mapped here.
+    /// The region and page at an address, and the start of the region's mapping.
     pub(crate) fn find_mapped(&self, addr: Hva) -> Option<(u32, PageIdx, Hva)> {
         let spans = self.spans.read().expect("no panic while held");
         let at = spans.partition_point(|span| span.0 <= addr).checked_sub(1)?;
@@ -155,39 +154,37 @@ impl View {
         (addr < end).then(|| (region, PageIdx::containing(addr.0 - start.0), start))
     }
 
-    /// Where a region begins in this view.
+    /// Start of a region's mapping.
     pub fn base(&self, region: u32) -> Option<Hva> {
         let spans = self.spans.read().expect("no panic while held");
         spans.iter().find(|span| span.2 == region).map(|span| span.0)
     }
 
-    /// This view of one region; `None` if the region is not mapped here.
+    /// This view of a region; `None` if it does not map the region.
     pub fn of_region(&self, region: &Region) -> Option<RegionView<'_>> {
         self.base(region.number).map(|base| self.at(region, base))
     }
 
-    /// The same of a region that is, or is going to be, mapped at `base`.
+    /// This view of a region that is, or will be, mapped at `base`.
     pub fn at(&self, region: &Region, base: Hva) -> RegionView<'_> {
         let granule = PageIdx(region.granule_pages()).offset();
-        {
-            let extents = Some(region.extents()).filter(|extents| extents.list().len() > 1).cloned();
-            let (nodes, stripes) = (region.nodes().cloned(), region.stripes(self.shards.count()));
-            RegionView { view: self, base, extents, nodes, granule, stripes }
-        }
+        let extents = Some(region.extents()).filter(|extents| extents.list().len() > 1).cloned();
+        let (nodes, stripes) = (region.ram.nodes().cloned(), region.stripes(self.uffds.len()));
+        RegionView { view: self, base, extents, nodes, granule, stripes }
     }
 
-    /// Wakes the threads that wait in a range, whatever is mapped there.
+    /// Wakes the threads that wait in a range, whether it is a region's or not.
     pub(crate) fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
-        self.shards.iter().try_for_each(|uffd| uffd.wake(start, len))
+        self.uffds.iter().try_for_each(|uffd| uffd.wake(start, len))
     }
 
-    /// Wakes all threads that wait in this view: they fault again, on an engine that listens.
+    /// Wakes all threads that wait in this view: they fault again, on the engine that serves by then.
     pub fn wake_all(&self) -> io::Result<()> {
         let spans = self.spans.read().expect("no panic while held");
         spans.iter().try_for_each(|(start, end, _)| self.wake(*start, end.0 - start.0))
     }
 
-    /// Pages in this range of addresses, region by region.
+    /// Pages in a range of addresses, by region.
     pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, PageRange)> {
         let end = Hva(start.0.saturating_add(len));
         let spans = self.spans.read().expect("no panic while held");
@@ -201,12 +198,12 @@ impl View {
             .collect()
     }
 
-    /// Is the process gone? Then its workers end.
+    /// Returns whether the process has ended, so that its workers must end.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The process is gone: its workers may end, and no thread need wait for an answer any more.
+    /// Records that the process has ended: its workers end, and no thread waits for its answers any more.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.peer.disconnect();
@@ -219,30 +216,30 @@ impl RegionView<'_> {
         self.base + page.offset()
     }
 
-    /// The userfaultfd through which a page's faults come: only this one can wake threads that wait for the page.
+    /// The userfaultfd of a page's faults: only it can wake threads that wait for the page.
     fn uffd(&self, page: PageIdx) -> &Uffd {
-        self.view.shards.get(self.stripes.shard(page))
+        &self.view.uffds[self.stripes.shard(page)]
     }
 
-    /// The same for a range of pages, part by part: userfaultfd, start and length.
+    /// Parts of a range of pages, each with its userfaultfd: start and length.
     fn parts(&self, pages: PageRange) -> impl Iterator<Item = (&Uffd, Hva, u64)> {
         let split = self.stripes.split(pages);
-        split.map(|(shard, part)| (self.view.shards.get(shard), self.addr(part.start()), part.bytes().0))
+        split.map(|(shard, part)| (&self.view.uffds[shard], self.addr(part.start()), part.bytes().0))
     }
 
-    /// How many of `count` pages from this one on are in one mapping.
+    /// Number of pages, up to `count` from `first` on, that are in one mapping.
     fn run(&self, first: PageIdx, count: u64) -> u64 {
         self.extents.as_ref().map_or(count, |extents| count.min(extents.run_end(first).0 - first.0))
     }
 
-    /// From now on the engine serves faults on these pages. A repeated call changes nothing.
+    /// Registers pages, so that the engine serves their faults. No effect on pages that are registered.
     pub fn register(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.register(start, len))
     }
 
-    /// Registers what is registered for the region's other views: before any page of it can be far for this one.
-    /// Returns the pages that it did not register, because the VMM has mapped something over them or the kernel
-    /// refused, and why that matters: no page may be far there.
+    /// Registers the chunks that are registered for the region's other views. Call it before a page can be far for this
+    /// view. Returns the pages that were not registered, because the VMM mapped something else over them or the kernel
+    /// refused; and an error if the kernel refused, or such a page is far.
     pub fn register_as_flagged(&self, region: &Region) -> (Vec<PageRange>, io::Result<()>) {
         let (mut holes, mut refused) = (Vec::new(), Ok(()));
         for chunk in region.registered_chunks() {
@@ -254,9 +251,9 @@ impl RegionView<'_> {
         (holes, refused.and(far))
     }
 
-    /// Registers those of these pages that are RAM, by halves; adds the others to `holes`.
+    /// Registers those of these pages that are RAM, by bisection; adds the others to `holes`.
     fn register_around(&self, pages: PageRange, holes: &mut Vec<PageRange>) -> io::Result<()> {
-        /// Each costs some twenty calls.
+        /// Finding one hole takes some twenty system calls.
         const MOST_HOLES: usize = 4096;
         let Err(error) = self.register(pages) else { return Ok(()) };
         let granules = pages.count() * PAGE_SIZE as u64 / self.granule;
@@ -269,25 +266,24 @@ impl RegionView<'_> {
         lower.and(self.register_around(PageRange::new(middle, pages.end()), holes))
     }
 
-    /// From now on the kernel serves them.
+    /// Unregisters pages: the kernel serves their faults.
     pub(crate) fn unregister(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
     }
 
-    /// Wakes the threads that wait for these pages.
     pub(crate) fn wake_run(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
     }
 }
 
-/// Does the kernel refuse to register pages for what is mapped there: nothing or no shared memory, or a file that may
-/// not be written?
+/// Returns whether the kernel refuses to register pages because of their mapping: none, no shared memory, or a file
+/// that may not be written.
 pub(crate) fn is_mapped_over(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied)
 }
 
 impl RegionView<'_> {
-    /// This thread allocates where this page is to be, while the result lives.
+    /// While the result lives, this thread allocates from the page's NUMA node.
     fn on_its_node(&self, page: PageIdx) -> Option<OnNode> {
         let file = self.extents.as_ref().map_or(0, |extents| extents.place(page).0);
         OnNode::of(self.nodes.as_ref()?.get(usize::from(file)).copied().flatten())
@@ -303,7 +299,7 @@ impl Mapped for RegionView<'_> {
 
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         debug_assert_eq!(self.granule, PAGE_SIZE as u64);
-        // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
+        // Each extent is a mapping, and the kernel fills one mapping at a time.
         let count = self.run(first, bytes.len() as u64) as usize;
         Ok(self.uffd(first).copy_pages(self.addr(first), &bytes[..count])?.0)
     }
@@ -322,19 +318,19 @@ impl Mapped for RegionView<'_> {
 
     /// Base pages of one unit.
     fn map_run(&self, pages: PageRange) -> io::Result<()> {
-        /// The address space changes: a thread that wants the pages will fault.
+        /// The address space may be changing; a thread that needs the pages faults.
         const TRIES: u32 = 8;
         let (mut done, mut tries) = (0, 0);
         while done < pages.count() && tries < TRIES {
             let at = PageIdx(pages.start().0 + done);
-            // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
+            // As in `install_run`.
             let count = self.run(at, pages.count() - done);
             let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count)?;
             done += mapped;
             match outcome {
                 FillOutcome::Done => {}
                 FillOutcome::Gone => break,
-                // A touch of a page whose memory failed will fault.
+                // A touch of a page with failed memory faults.
                 FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
                 FillOutcome::Retry if mapped == 0 => tries += 1,
                 FillOutcome::Retry => {}
@@ -373,8 +369,6 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_sys::scm;
 
-    use crate::vm::client_peer::ClientPeer;
-
     type Guard = fn(&View) -> RwLockReadGuard<'_, ()>;
 
     #[test]
@@ -383,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_fault_from_the_disk_to_be_served_keeps_no_other_fault_waiting() {
+    fn a_thread_that_waits_until_a_fault_from_the_disk_is_served_delays_no_other_fault() {
         forgotten_after(View::serving_from_disk, View::serving);
     }
 
@@ -393,7 +387,7 @@ mod tests {
             Err(error) => return ballast_testkit::skip("native", error),
         };
         let (control, _theirs) = scm::pair().expect("socketpair");
-        let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, Arc::new(ClientPeer::new(control, 1)));
+        let view = View::new(1, vec![uffd], 0, Arc::new(ClientPeer::new(control, 1)));
         view.add_span(Span { hva: Hva(1 << 30), len: Bytes(1 << 20) }, 7);
         let is_served = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -403,13 +397,13 @@ mod tests {
                 assert_eq!(view.remove_span(Hva(1 << 30)), Some(7));
                 assert!(is_served.load(Ordering::Acquire), "its addresses may have been another region's by then");
             });
-            // The mapping is forgotten for later look-ups; the other thread gets no further than that.
+            // Later look-ups no longer find the mapping; the other thread then waits.
             while view.find(Hva(1 << 30)).is_some() {
                 std::thread::yield_now();
             }
             for _ in 0..1000 {
                 std::thread::yield_now();
-                // A fault of the other kind does not wait, or not for long.
+                // A fault of the other kind does not wait.
                 drop(other(&view));
             }
             is_served.store(true, Ordering::Release);

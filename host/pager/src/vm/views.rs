@@ -1,7 +1,7 @@
-//! The processes that map a VM's RAM, and which of it is registered with their userfaultfds.
+//! The processes that map a VM's RAM, and the chunks that are registered with their userfaultfds.
 //!
-//! Before: the keeper handed over a process. After: its faults are served, before any page of it can be far.
-//! Threads: any; the kernel's registrations and the flags of chunks change under one lock.
+//! Before: the keeper passed a process on. After: its faults are served, before any page can be far for it.
+//! Threads: any; the kernel's registrations and the chunk flags change under one lock.
 //! Promise: no page is zapped in a chunk that is not registered with every view.
 
 use std::io;
@@ -12,7 +12,7 @@ use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 use ballast_sys::process::Process;
 
-use super::{Hold, Vm};
+use super::Vm;
 use crate::vm::huge::learn;
 use crate::vm::region::{Region, is_registered, set_registered};
 use crate::vm::stats::Counter;
@@ -20,18 +20,18 @@ use crate::vm::touches::KeepRegistered;
 use crate::vm::view::{View, is_mapped_over};
 use ballast_page::page_state::{State, Word};
 
-/// Will the kernel not register a chunk because of what the process has mapped: something over its RAM, or so much that
-/// it may have no more mappings? A registered chunk is a mapping of its own.
+/// Returns whether the kernel refuses to register a chunk because of the process's mappings: something else is mapped
+/// over its RAM, or it has as many mappings as it may have. A registered chunk is a mapping of its own.
 fn is_of_its_mappings(error: &io::Error) -> bool {
     is_mapped_over(error) || error.kind() == io::ErrorKind::OutOfMemory
 }
 
-/// What fails when the processes of a VM are killed: reported of living ones only.
+/// Events that are not reported once all processes of the VM have ended, because their end causes them.
 const COMES_WITH_AN_END: [&str; 6] =
     ["client-error", "discard-failed", "fault-failed", "reclaim-failed", "restore-failed", "view-incomplete"];
 
 impl Vm {
-    /// Tells operators something; also logged.
+    /// Reports an event to operators, and logs it.
     pub fn report(&self, kind: &str, message: String) {
         if COMES_WITH_AN_END.contains(&kind) && self.has_ended() {
             tracing::info!(vm = self.state.name(), kind, "{message} (its processes have ended)");
@@ -41,16 +41,15 @@ impl Vm {
         self.reporter()(kind, message);
     }
 
-    /// Have all of its processes ended?
     fn has_ended(&self) -> bool {
         let views = self.views();
         !views.is_empty() && views.iter().all(|view| Process::has_ended(view.pid))
     }
 
-    /// A process that is a view already maps one more region.
+    /// Adds a region to a view: the process maps it, too.
     ///
     /// # Errors
-    /// It is served, but not all of it is registered that must be: no page of it may be far.
+    /// The region is served, but not every chunk could be registered: none of its pages may be far.
     pub fn add_span(&self, view: &View, span: Span, number: u32) -> io::Result<()> {
         let _layout = self.memory.change_layout();
         view.add_span(span, number);
@@ -61,8 +60,8 @@ impl Vm {
         })
     }
 
-    /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it. Of
-    /// a region whose pages come on demand, that is all.
+    /// Registers with a new view the chunks of a region that are registered, except where the VMM has mapped something
+    /// else. Of a region whose pages come on demand it registers all.
     pub(crate) fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
         if region.is_on_demand() {
@@ -78,28 +77,11 @@ impl Vm {
         registered
     }
 
-    /// A process that mapped this VM's RAM is gone.
+    /// Removes the view of a process that has ended.
     pub fn remove_view(&self, pid: u32) {
         self.memory.remove_view(pid);
         self.forget_gone();
         self.mail.track.notify();
-        self.hold_for_peers(None);
-    }
-
-    /// Forgets processes that the engine itself sees to have ended.
-    pub(crate) fn forget_ended(&self) {
-        for view in self.views().iter().filter(|view| view.peer().has_ended()) {
-            self.report("gone", format!("process {} has ended", view.pid));
-            self.remove_view(view.pid);
-        }
-    }
-
-    /// While a process maps the VM in which nothing can be zapped, nothing is reclaimed.
-    pub(crate) fn hold_for_peers(&self, new: Option<&Arc<View>>) {
-        let why = self.views().iter().chain(new).find_map(|view| view.peer().cannot_zap());
-        if why.is_some() || self.is_held_for(Hold::NoZap) {
-            self.hold(Hold::NoZap, why);
-        }
     }
 
     /// Registers the chunks that cover these pages with every view. A chunk is registered when its first page is about
@@ -123,13 +105,13 @@ impl Vm {
             set_registered(flag, true);
             self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
         }
-        // Last, because flags that were lost say "registered" without knowledge.
+        // Checked last, because lost flags read as registered.
         region.check_table()
     }
 
-    /// The same, if the kernel can. Returns false if the VMM has mapped something in these chunks that is no RAM and
-    /// that the kernel will not register, or has as many mappings as it may have: then the chunks are kept. Also if no
-    /// process is known to map the region.
+    /// Like [`Vm::register`], where the kernel allows it. Returns false if a chunk could not be registered, because the
+    /// VMM mapped something there that is no RAM, or has as many mappings as it may have: such chunks are kept from now
+    /// on. Also returns false if no process is known to map the region.
     pub(crate) fn register_or_keep(&self, region: &Region, pages: PageRange) -> io::Result<bool> {
         if self.views().iter().all(|view| view.base(region.number).is_none()) {
             return Ok(false);
@@ -144,7 +126,7 @@ impl Vm {
             if !is_of_its_mappings(&error) {
                 return Err(error);
             }
-            // If none refuses any more, it is tried again when its pages are picked again.
+            // If no view refuses any more, the chunk is tried again when its pages are picked again.
             let refuses =
                 |view: &&Arc<View>| view.of_region(region).is_some_and(|memory| memory.register(chunk).is_err());
             views.iter().filter(refuses).for_each(|view| self.keep(view, region, chunk));
@@ -152,8 +134,8 @@ impl Vm {
         Ok(false)
     }
 
-    /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on
-    /// reclaim does not propose them.
+    /// The client could not zap these parts of its RAM: reclaim no longer proposes them. Returns their pages, whole
+    /// granules.
     pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, PageRange)> {
         let pages = parts.iter().flat_map(|part| view.pages_in(*part));
         let kept = pages.filter_map(|(number, pages)| {
@@ -178,8 +160,9 @@ impl Vm {
         }
     }
 
-    /// The region of a unit that is to be watched, registered: in other memory the kernel serves touches, and nobody
-    /// sees them. `None` if it is gone, or only a partial unit at its end, which is not watched.
+    /// Registers a unit that is to be tracked, and returns its region: the kernel serves touches of unregistered memory
+    /// by itself. `None` if the unit does not exist, or is a partial one at the region's end, or could not be
+    /// registered.
     pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
         let region = self.region(id.region).filter(|region| !region.is_removed());
         let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
@@ -189,15 +172,14 @@ impl Vm {
         Ok(registered.then_some(region))
     }
 
-    /// Begins a cycle of tracking: no chunk is unregistered until the returned value is dropped.
+    /// Begins a cycle of tracking: no chunk is unregistered until the returned guard is dropped.
     pub(crate) fn keep_registered(&self) -> KeepRegistered {
         let _one = self.memory.registering();
         self.mail.touches.begin_cycle()
     }
 
-    /// Returns chunks without far, zero or quarantined pages to the kernel, unless a cycle of tracking runs.
+    /// Unregisters chunks without far, zero or quarantined pages, unless a cycle of tracking runs.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
-        // The kernel's registrations and the flags change together.
         let _one = self.memory.registering();
         if self.mail.touches.is_running() || region.is_on_demand() {
             return Ok(());
@@ -210,7 +192,7 @@ impl Vm {
             for page in region.granules(chunk) {
                 let granule = region.granule(page);
                 let word = granule.cell().load();
-                // A zero page is a hole, and an unregistered hole reads as zeros.
+                // A zero page is a hole, which reads as zeros in an unregistered chunk, too.
                 if word.state() == State::Zero
                     && !word.is_locked()
                     && granule.cell().swap(word, Word::new(State::Resident, 0))
@@ -222,7 +204,7 @@ impl Vm {
                 }
             }
             if settled {
-                // The flag first: a registered chunk that is not known to be registered costs a little, the reverse
+                // The flag first: a registered chunk without its flag costs a little time, a flag without registration
                 // costs bytes.
                 set_registered(flag, false);
                 self.stats().sub(Counter::RegisteredBytes, chunk.bytes().0);

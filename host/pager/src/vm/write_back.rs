@@ -1,11 +1,11 @@
-//! Write-back: the processes of a VM are gone, and its RAM files are not.
+//! Write-back: puts far pages back into RAM files that outlive the processes of their VM.
 //!
-//! Before: the last view is gone and the workers have ended. After: far pages are in the RAM files again, for the next
-//! process that opens the files: the program that the VMM executed, or the next VMM of a file in a tmpfs.
-//! Threads: the caller's one; it takes seconds for millions of pages. Units: pages of a region.
-//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes in the file are valid
-//! (invariant 1), also those that another process writes meanwhile. Zeros in the place of a far page come from a read
-//! that was too early, and are replaced as `fault` does it. Write-back may stop at any page and be begun again.
+//! Before: the last view was removed, and the workers have ended. After: the RAM files have all pages, for the next
+//! process that opens them: the program that the VMM executed, or the next VMM of a file in a tmpfs.
+//! Threads: the caller's; it takes seconds for millions of pages. Units: pages of a region.
+//! Promise: each hole is filled atomically (`UFFDIO_COPY` into a mapping of this process). Bytes in the file are valid
+//! (invariant 1), also those that another process writes at the same time. Zeros in the place of a far page come from a
+//! read that was too early, and are replaced as `fault` does it. Write-back may stop at any page and be called again.
 
 use std::io;
 use std::sync::Arc;
@@ -13,27 +13,26 @@ use std::sync::Arc;
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::wire::Span;
 use ballast_base::{Bytes, Hva, PageCount, PageRange};
-use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
+use ballast_sys::{Uffd, scm};
 
 use super::Vm;
-use crate::vm::process_peer::ProcessPeer;
+use crate::vm::client_peer::ClientPeer;
 use crate::vm::region::Region;
-use crate::vm::shard::Shards;
 use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
 
-/// The result of writing back.
+/// The result of write-back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WrittenBack {
-    /// Pages that were far and are not any more.
+    /// Pages written back.
     pub pages: PageCount,
-    /// It was told to stop.
+    /// Whether `go_on` ended it.
     pub stopped: bool,
 }
 
 impl Vm {
-    /// Pages of these regions whose bytes are in a store only.
+    /// Number of far pages of these regions.
     pub fn far_in(&self, regions: &[Arc<Region>]) -> io::Result<PageCount> {
         let mut far = 0;
         for region in regions {
@@ -45,12 +44,12 @@ impl Vm {
         Ok(PageCount(far))
     }
 
-    /// Brings every far page of these regions back into its file. `go_on` is called before each 512 pages, and while a
-    /// page is not available; it may wait.
+    /// Writes every far page of these regions back into its file. `go_on` is called before each 512 pages, and while a
+    /// page is not available; it may wait; false ends the write-back.
     ///
     /// # Errors
-    /// The kernel refuses a userfaultfd; or the first page that could not be brought back, after all were tried: one
-    /// beyond the end of its file, say, which somebody made shorter.
+    /// The kernel refuses a userfaultfd; or the first page that could not be written back, for example beyond the end
+    /// of a file that was made shorter. All other pages were tried.
     pub fn write_back(&self, regions: &[Arc<Region>], go_on: &mut dyn FnMut() -> bool) -> io::Result<WrittenBack> {
         let (mut done, mut failed) = (WrittenBack::default(), Ok(()));
         for region in regions {
@@ -64,7 +63,8 @@ impl Vm {
                     !stopped
                 });
                 failed = std::mem::replace(&mut failed, Ok(())).and(restored);
-                // Its page tables are not needed any more, and this process must not appear to use the memory.
+                // Unmapped at once: the memory must not be counted as this process's, and its page tables are not
+                // needed.
                 own.uncover(chunk)?;
                 done.pages.0 += far.saturating_sub(far_of(region, chunk)) * u64::from(!stopped);
                 Ok(!stopped)
@@ -77,22 +77,22 @@ impl Vm {
         failed.map(|()| done)
     }
 
-    /// No process can reach these regions any more: stops serving them, and forgets their words.
+    /// Gives up regions that no process can reach any more: stops serving them, and frees their words.
     ///
     /// # Errors
-    /// If the kernel does not give the memory of words back.
+    /// The memory of words could not be freed.
     pub fn give_up(&self, regions: &[Arc<Region>]) -> io::Result<()> {
         let records = self.state.regions();
-        // All of them first: a page that is brought back without words would read zeros.
+        // All regions first: a page restored after its words were freed would read as zeros.
         regions.iter().for_each(|region| self.state.give_up_region(region.number));
         let record = |region: &Arc<Region>| records.get(region.number as usize);
         regions.iter().filter_map(record).try_for_each(|record| self.state.forget_words(record))
     }
 
-    /// Forgets the words of a region without workers, if all they say is that pages are in their file, or zeros.
+    /// Frees the words of a region without workers if they only say that pages are in their file or zeros.
     ///
     /// # Errors
-    /// If the kernel does not say which words were written, or does not give their memory back.
+    /// The kernel does not say which words were written, or does not free them.
     pub fn forget_resident(&self, region: &Region) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
         let in_file = |word: Word| {
@@ -106,7 +106,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Calls this with every chunk that has far pages, and how many, until it returns false.
+    /// Calls `each` with every chunk that has far pages, and their number, until it returns false. Returns whether it
+    /// never did.
     fn far_chunks(
         &self,
         region: &Region,
@@ -125,12 +126,11 @@ impl Vm {
     }
 }
 
-/// Pages of these whose bytes are in a store only.
 fn far_of(region: &Region, pages: PageRange) -> u64 {
     region.granules(pages).filter(|page| region.is_far(*page)).count() as u64 * region.granule_pages()
 }
 
-/// A mapping of a region in this process, under a userfaultfd of its own. No thread touches it.
+/// A mapping of a region in this process, with a userfaultfd. No thread touches it.
 struct OwnView {
     view: Arc<View>,
     map: ballast_sys::Mapping,
@@ -139,10 +139,10 @@ struct OwnView {
 impl OwnView {
     fn of(region: &Region) -> io::Result<Self> {
         let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON)?;
-        let map = region.map()?;
-        let shards = Shards::new(vec![uffd]).ok_or_else(|| io::Error::other("no userfaultfd"))?;
-        let peer = Arc::new(ProcessPeer::open(std::process::id())?);
-        let view = View::new(std::process::id(), shards, features, peer);
+        let map = region.ram.map()?;
+        // No client runs in this process: what it would be told is an error.
+        let (control, _) = scm::pair()?;
+        let view = View::new(std::process::id(), vec![uffd], features, Arc::new(ClientPeer::new(control, 0)));
         view.add_span(Span { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64) }, region.number);
         Ok(Self { view: Arc::new(view), map })
     }

@@ -59,6 +59,6 @@ pub enum Damage {
         why: &'static str,
     },
     /// The counts that this process keeps differ from the state.
-    #[error("Checking a pool: {0}")]
-    Index(&'static str),
+    #[error("Checking a pool: the slices of a frame are not those that were counted")]
+    Counts,
 }

@@ -11,7 +11,6 @@ use std::collections::BTreeSet;
 
 use crate::map::check;
 use crate::map::damage::Damage;
-use crate::map::index::Index;
 use crate::map::intent::{self, Intent, check_extent};
 use crate::map::layout::{self, Layout};
 use crate::map::plan;
@@ -63,7 +62,6 @@ pub struct Tenant {
 #[derive(Debug)]
 pub struct Pool<W> {
     pub(crate) table: Table<W>,
-    index: Index,
     pub(crate) run: ZeroRun,
     /// Slices that workers have and that a VM, now gone, may have written since, because it had the file.
     pub(crate) exposed: BTreeSet<SliceIdx>,
@@ -101,8 +99,7 @@ impl<W: Words> Pool<W> {
         }
         check::all(&table)?;
         layout::raise(&mut table.words);
-        let index = Index::new(&table);
-        Ok((Self { table, index, run: ZeroRun::next(), exposed: BTreeSet::new() }, redone))
+        Ok((Self { table, run: ZeroRun::next(), exposed: BTreeSet::new() }, redone))
     }
 
     /// Returns the words.
@@ -128,7 +125,7 @@ impl<W: Words> Pool<W> {
     /// # Errors The request is invalid, or there is too little memory.
     pub fn allocate(&mut self, request: &Request) -> Result<Grant, Refused> {
         let vm = request.vm;
-        if self.index.vms.contains_key(&vm) {
+        if self.slot_of(vm).is_some() {
             return Err(Refused::Request { vm, why: "it has memory already".into() });
         }
         let most = self.table.layout.vms;
@@ -148,7 +145,6 @@ impl<W: Words> Pool<W> {
         let slices = entries.iter().map(|entry| entry.extent.slices).sum();
         let stored = Vm { id: vm, domain: request.domain, mode: request.mode, slices };
         intent::admit(&mut self.table, slot, &stored, &entries, &places);
-        self.index.add(&self.table, vm, slot, places);
         Ok(Grant { segments: entries.iter().map(segment).collect() })
     }
 
@@ -160,8 +156,8 @@ impl<W: Words> Pool<W> {
     /// If there is no such VM.
     pub fn release(&mut self, vm: VmId) -> Result<Vec<Segment>, Invalid> {
         let segments = self.segments(vm).ok_or_else(|| Invalid(format!("Releasing VM {}: it has no memory", vm.0)))?;
-        if let Some(gone) = self.index.remove(&self.table, vm) {
-            intent::run(&mut self.table, Intent::Release(gone.slot));
+        if let Some(slot) = self.slot_of(vm) {
+            intent::run(&mut self.table, Intent::Release(slot));
         }
         for brick in segments.iter().flat_map(|segment| self.bricks(segment.extent)).collect::<Vec<_>>() {
             if self.table.owner(brick.start).is_none() {
@@ -236,7 +232,7 @@ impl<W: Words> Pool<W> {
 
     /// Returns the VM of a slice, and its place in the guest.
     pub fn owner_of(&self, at: SliceIdx) -> Option<(VmId, GuestIdx)> {
-        let entry = self.index.of_slice(&self.table, at)?;
+        let entry = self.entries().find(|entry| (entry.extent.start.0..entry.extent.end()).contains(&at.0))?;
         let vm = self.table.vm(entry.slot).ok().flatten()?.id;
         let within = at.0 - entry.extent.start.0;
         Some((vm, GuestIdx(entry.guest.0 + within)))
@@ -244,8 +240,10 @@ impl<W: Words> Pool<W> {
 
     /// Returns all memory of a VM in guest order, in as few pieces as possible.
     pub fn segments(&self, vm: VmId) -> Option<Vec<Segment>> {
-        let entries = self.index.vms.get(&vm)?.by_guest.iter().filter_map(|at| self.table.entry(*at));
-        Some(entries.map(|entry| segment(&entry)).collect())
+        let slot = self.slot_of(vm)?;
+        let mut segments: Vec<_> = self.entries().filter(|entry| entry.slot == slot).map(|of| segment(&of)).collect();
+        segments.sort_by_key(|segment| segment.guest);
+        Some(segments)
     }
 
     /// Returns the bricks that an extent touches: each is a file, and is mapped by itself.
@@ -256,8 +254,20 @@ impl<W: Words> Pool<W> {
 
     /// Returns every VM that has memory.
     pub fn tenants(&self) -> impl Iterator<Item = Tenant> {
-        let vms = self.index.vms.values().filter_map(|of| self.table.vm(of.slot).ok().flatten());
-        vms.map(|Vm { id, domain, mode, slices }| Tenant { vm: id, domain, mode, slices })
+        self.vms().map(|(_, Vm { id, domain, mode, slices })| Tenant { vm: id, domain, mode, slices })
+    }
+
+    /// Returns every VM with its slot.
+    fn vms(&self) -> impl Iterator<Item = (u16, Vm)> {
+        (0..self.table.vm_mark()).filter_map(|slot| Some((slot, self.table.vm(slot).ok().flatten()?)))
+    }
+
+    fn slot_of(&self, vm: VmId) -> Option<u16> {
+        self.vms().find(|(_, of)| of.id == vm).map(|(slot, _)| slot)
+    }
+
+    fn entries(&self) -> impl Iterator<Item = Entry> {
+        (0..self.table.entry_mark()).filter_map(|at| self.table.entry(at))
     }
 
     /// Returns the state of a slice.
@@ -278,7 +288,7 @@ impl<W: Words> Pool<W> {
     /// Returns the memory of the used part of the state, and of this process's tables.
     pub fn metadata_bytes(&self) -> u64 {
         let state = self.table.layout.used_bytes(self.table.vm_mark().into(), self.table.entry_mark());
-        state.0 + self.table.counts_bytes() + self.index.bytes()
+        state.0 + self.table.counts_bytes()
     }
 
     /// Checks the whole state.
@@ -291,10 +301,7 @@ impl<W: Words> Pool<W> {
         }
         check::all(&self.table)?;
         if !self.table.is_counted() {
-            return Err(Damage::Index("the slices of a frame are not those that were counted"));
-        }
-        if self.index != Index::new(&self.table) {
-            return Err(Damage::Index("the look-ups are not those of the map"));
+            return Err(Damage::Counts);
         }
         Ok(())
     }

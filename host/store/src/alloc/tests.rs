@@ -1,4 +1,4 @@
-//! Tests of the allocator: what is listed, punched and charged.
+//! Tests of the allocator.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn slabs_are_punched_in_runs_of_neighbours() {
 }
 
 #[test]
-fn what_a_sweep_that_punches_later_empties_is_charged_until_it_is_punched_and_free_then() {
+fn slabs_emptied_by_a_sweep_stay_charged_until_they_are_punched() {
     let arena = Arena::create(&crate::arena::RAM, 8).expect("an arena");
     let allocator = Allocator::new(arena, Budget::new(Bytes(64 << 20)), 0);
     let per_slab = allocator.capacity(0);
@@ -27,7 +27,7 @@ fn what_a_sweep_that_punches_later_empties_is_charged_until_it_is_punched_and_fr
 }
 
 #[test]
-fn a_slab_that_is_full_again_and_again_is_listed_only_while_another_one_is_in_turn() {
+fn a_slab_that_often_becomes_full_is_listed_only_while_the_hint_is_another() {
     let arena = Arena::create(&crate::arena::RAM, 8).expect("an arena");
     let allocator = Allocator::new(arena, Budget::new(Bytes(64 << 20)), 0);
     let alloc = || allocator.alloc(0).expect("room").place;

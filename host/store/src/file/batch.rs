@@ -1,10 +1,10 @@
-//! Reads that a call begins together.
+//! Reads that a call submits together.
 //!
-//! Before: `reading` has pieces to read. After: each is under way, or over: with its bytes, or with an error.
-//! Threads: none of its own; a batch is a call's, or the store's and under its lock. Units: a block is 4096 bytes; a
-//! piece is 1 to 64 blocks that follow one another.
-//! Promise: short reads are continued. The kernel reads into buffers that a batch owns, through its ring, which leaks
-//! them rather than free what the kernel may write to.
+//! Before: `reading` has pieces to read. After: each is in flight, or done: with its bytes or an error.
+//! Threads: none of its own; a batch belongs to a call, or to the store and its lock. Units: a block is 4096 bytes; a
+//! piece is 1 to 64 consecutive blocks.
+//! Promise: short reads are continued. The kernel reads into buffers that a batch owns through its ring, which leaks a
+//! buffer rather than free what the kernel may write to.
 
 use std::io;
 use std::sync::Arc;
@@ -18,28 +18,27 @@ use super::errors::FailedRead;
 use super::faults::Ordered;
 use crate::{IoContext, PageBytes};
 
-/// How long a call waits for each of its reads, for whom, and the event that ends that.
+/// How long a call waits for each of its reads, for which reader, and the event that ends the wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wait<'a> {
     pub timeout: Duration,
     pub context: IoContext<'a>,
 }
 
-/// The state of a piece.
 #[derive(Debug)]
 pub(super) enum State {
-    /// The kernel has it. What a test ordered has to last for some more.
+    /// In flight. `ordered` is a fault that a test injects.
     UnderWay {
         ticket: Ticket,
         ordered: Ordered,
         tries: usize,
     },
     Kept(Buffer),
-    /// Noticed then.
+    /// With the time at which the failure was seen.
     Failed(io::Error, Instant),
 }
 
-/// Blocks that are read together.
+/// Blocks that one read covers.
 #[derive(Debug)]
 pub(super) struct Piece {
     pub first: u64,
@@ -50,7 +49,7 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// The bits of these blocks, if all of them are of this piece, and wanted.
+    /// The bits of these blocks, if the piece has all of them and all are wanted.
     pub fn bits(&self, (first, blocks): (u64, usize)) -> Option<u64> {
         let at = first.checked_sub(self.first)?;
         let bits = (u64::MAX >> (64 - blocks)).checked_shl(u32::try_from(at).ok()?)?;
@@ -61,23 +60,24 @@ impl Piece {
         matches!(self.state, State::UnderWay { .. })
     }
 
-    /// The blocks for which its buffer has room, if it is kept.
+    /// The blocks for which its buffer, if kept, has room.
     pub fn room(&self) -> usize {
         if let State::Kept(buffer) = &self.state { buffer.as_slice().len() / PAGE_SIZE } else { 0 }
     }
 
-    /// The bytes of these blocks, which are of this piece.
+    /// The bytes of these blocks of the piece, if kept.
     pub fn pages(&self, (first, blocks): (u64, usize)) -> Option<&[PageBytes]> {
         let State::Kept(buffer) = &self.state else { return None };
         buffer.as_slice().as_chunks().0.get((first - self.first) as usize..)?.get(..blocks)
     }
 
-    /// Did a test order that it is not over yet?
+    /// Whether an injected delay has not passed yet.
     pub fn lasts(&self) -> bool {
         matches!(&self.state, State::UnderWay { ordered, .. } if !ordered.takes.is_zero())
     }
 
-    /// Somebody waits for it for so long. What a test ordered takes no real time. Returns whether it may be over then.
+    /// Notes that a caller waits for this long. Injected delays pass without real time. Returns whether the read may
+    /// then be done.
     pub fn is_waited_for(&mut self, timeout: Duration) -> bool {
         let State::UnderWay { ordered, .. } = &mut self.state else { return false };
         let may_be_over = ordered.takes <= timeout;
@@ -90,16 +90,15 @@ impl Piece {
     }
 }
 
-/// Reads that were begun together, on one ring.
 #[derive(Debug)]
 pub(super) struct Batch {
-    /// While one is under way.
+    /// `None` once nothing is in flight.
     pub ring: Option<Ring>,
     pub pieces: Vec<Piece>,
     pub begun: Instant,
-    /// Other blocks could be read then.
+    /// When the reads began, other blocks could be read.
     pub began_beside_good: bool,
-    /// When somebody asked for one of them.
+    /// When one of them was last asked for.
     pub asked: Instant,
 }
 
@@ -126,7 +125,7 @@ impl Batch {
         Ok(Self { ring: Some(ring), pieces, begun: now, began_beside_good, asked: now })
     }
 
-    /// A read of it that is over now, as far as is known here.
+    /// If a read of the batch failed, it did so by now.
     pub fn read(&self) -> FailedRead {
         FailedRead { begun: self.begun, over: Instant::now(), began_beside_good: self.began_beside_good }
     }
@@ -138,7 +137,7 @@ impl Batch {
         }
     }
 
-    /// Notices what is over. Waits for nothing.
+    /// Notes what has completed, without a wait.
     pub fn reap(&mut self, disk: Option<&Disk>) {
         let Some(ring) = &mut self.ring else { return };
         for piece in &mut self.pieces {
@@ -156,23 +155,23 @@ impl Batch {
                 (Returned::Rest(transfer), Some(disk)) if *tries < TRIES => {
                     Self::hand_over(disk, ring, transfer, tries + 1)
                 }
-                // It was continued or restarted too often without progress, or nobody wants it.
+                // It was continued or restarted too often, or nobody wants it.
                 (Returned::Rest(_), _) => State::Failed(io::ErrorKind::WouldBlock.into(), Instant::now()),
             };
         }
         if !ring.is_submitted() {
-            // What was continued, and what the kernel could not take before.
+            // Transfers that were continued, or that the kernel could not take before.
             ring.submit();
         }
     }
 
-    /// Its ring, if nothing is under way on it.
+    /// The ring, if nothing is in flight on it.
     pub fn idle_ring(&mut self) -> Option<Ring> {
         self.ring.take_if(|_| !self.pieces.iter().any(Piece::is_under_way))
     }
 
-    /// Waits for a piece. All are under way at once, so the waits do not add up. If the lock of the caller is wanted,
-    /// it waits no longer than for a page at first.
+    /// Waits for a piece. All are in flight at once, so the waits do not add up. If another thread wants the caller's
+    /// lock, the wait ends after [`READ_TIMEOUT`].
     pub fn wait_for(&mut self, disk: &Disk, index: usize, wait: Wait<'_>) {
         if !self.pieces[index].is_waited_for(wait.timeout) {
             return;

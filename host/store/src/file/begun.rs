@@ -1,13 +1,13 @@
-//! Begun: reads of single blocks that were handed to the kernel, and whose bytes are taken later.
+//! Asynchronous reads of single blocks: submitted by one call, and their bytes taken by a later one.
 //!
-//! Before: a fault worker met a page of the file. After: it takes the bytes when they are there ([`BegunReads::now`]),
-//! and serves other faults meanwhile; or a slow worker waits for them ([`BegunReads::wait_for`]).
-//! Threads: any; only `wait_for` waits for the device. Units: one block a read, each on a ring of its own.
-//! Promise: a device that is not quick is not asked here until a slow worker, which reads its pages, finds it quick.
-//! The reads under way are bounded, for a store and for the process; beyond that none is begun.
+//! Before: a fault worker meets a page that is in the file. After: it serves other faults, and takes the bytes when
+//! they are there ([`BegunReads::now`]); or a slow worker waits for them ([`BegunReads::wait_for`]).
+//! Threads: any; only `wait_for` waits for the device. Units: one block per read, each on a ring of its own.
+//! Promise: after the device was slow, nothing is begun until a slow worker's read of a page was quick. The reads in
+//! flight are bounded, per store and per process; beyond that, none is begun.
 //!
-//! The kernel posts the end of a read in the thread that submitted it. If that one is stuck in the memory of another
-//! VM, or sleeps until the file system has found the block, the device looks slow from here.
+//! The kernel completes a read in the thread that submitted it. While that thread is stuck in the memory of another VM,
+//! or sleeps in the file system, the device looks slow from here.
 
 use std::cell::RefCell;
 use std::io;
@@ -20,40 +20,39 @@ use ballast_base::store::OnReply;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use super::disk::Disk;
-use super::faults::Ordered;
 use crate::{Handle, PageBytes, PageKey};
 
-/// Reads under way at a time, of one store and of all.
+/// Most reads in flight, of one store and of all.
 const MOST: usize = 8;
 const MOST_OF_ALL: usize = 256;
-/// Most idle rings that one thread keeps for its next reads, and that all threads keep together: a large machine has
-/// more fault workers than rings. Any thread may use the others.
+/// Most idle rings that one thread keeps for its next reads, and that all threads keep together, because a large
+/// machine has more fault workers than rings. The other idle rings are for any thread.
 const KEPT: usize = 4;
 const KEPT_OF_ALL: usize = MOST_OF_ALL / 2;
 
-/// A read that is not over after this is late: no thread waits for it any more, and the page is read once more.
+/// A read that takes longer is late: no thread waits for it, and the page is read again.
 const LATE: Duration = Duration::from_millis(10);
-/// To hand a read to the kernel takes some 15 us. If it took this long, the thread slept.
+/// To submit a read takes about 15 us. If it took this long, the thread slept.
 const SLEPT: Duration = Duration::from_millis(2);
-/// For how long nothing is begun after either, and until a slow worker's read was quick again.
+/// For this time after a late read or a sleep, nothing is begun; then not before a slow worker's read was quick.
 const REST: Duration = Duration::from_secs(1);
-/// A read that nobody came for in this time: its page came in another way just before it was begun.
+/// A read not taken in this time is dropped: its page was restored in another way just before it was begun.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(1);
-/// How long a store that is closed waits for its reads. The buffer of one that is not over then is never freed.
+/// How long a closing store waits for its reads. The buffer of a read that is still in flight then is leaked.
 const LAST_WAIT: Duration = Duration::from_millis(20);
 
-/// How many rings there are.
+/// Number of rings.
 static RINGS: AtomicUsize = AtomicUsize::new(0);
-/// How many of them threads keep.
+/// Number of rings that threads keep.
 static KEPT_NOW: AtomicUsize = AtomicUsize::new(0);
 static IDLE: Mutex<Vec<(OneRead, Buffer)>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// Those that this thread used last, if it begins reads: their descriptors are in its epoll set, and in few others.
+    /// The rings that this thread used last, if it begins reads: their descriptors are in its epoll set, and in few
+    /// others.
     static OWN: RefCell<Option<Own>> = const { RefCell::new(None) };
 }
 
-/// Rings that a thread keeps.
 #[derive(Default)]
 struct Own(Vec<(OneRead, Buffer)>);
 
@@ -62,7 +61,7 @@ impl Own {
         self.0.pop().inspect(|_| _ = KEPT_NOW.fetch_sub(1, Ordering::AcqRel))
     }
 
-    /// Keeps one more, if there may be one more.
+    /// Keeps one more, if both limits allow it.
     fn keep(&mut self, idle: (OneRead, Buffer)) -> Result<(), (OneRead, Buffer)> {
         let one_more = |kept| (self.0.len() < KEPT && kept < KEPT_OF_ALL).then_some(kept + 1);
         if KEPT_NOW.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
@@ -91,7 +90,7 @@ impl OneRead {
     /// An idle one, or a new one.
     ///
     /// # Errors
-    /// `WouldBlock` if there may be none more; the kernel refuses.
+    /// `WouldBlock` at the limit; others from the kernel.
     fn get() -> io::Result<(Self, Buffer)> {
         let own = OWN.with_borrow_mut(|own| own.get_or_insert_default().pop());
         if let Some(idle) = own.or_else(|| lock(&IDLE).pop()) {
@@ -106,7 +105,7 @@ impl OneRead {
         Ok((Self(Box::new(ring)), buffer))
     }
 
-    /// It is idle.
+    /// Returns an idle ring to this thread, or to all.
     fn put_back(self, buffer: Buffer) {
         let idle = (self, buffer);
         let kept = OWN.with_borrow_mut(|own| match own {
@@ -129,24 +128,23 @@ impl Drop for OneRead {
 #[derive(Debug, Default)]
 pub(super) struct BegunReads {
     inner: Mutex<Reads>,
-    /// How many there are: nearly always 0.
+    /// Reads in flight, for a look without the lock: nearly always 0.
     count: AtomicUsize,
-    /// The device was not quick, and has not been since.
+    /// The device was slow, and no read was quick since.
     is_slow: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Reads {
     under_way: Vec<UnderWay>,
-    /// Threads that hand a read to the kernel, and since when the first of them does.
+    /// Threads that submit a read, and since when the first of them does.
     starting: usize,
     starting_since: Option<Instant>,
-    /// Nothing is begun before this.
     rests_until: Option<Instant>,
 }
 
 impl Reads {
-    /// May one more be begun? Not while a thread sleeps over another one.
+    /// Whether one more may be begun: not while a thread sleeps in the submission of another.
     fn may_begin(&self, now: Instant) -> bool {
         let sleeps = self.starting_since.is_some_and(|since| now.saturating_duration_since(since) > SLEPT);
         !sleeps && self.rests_until.is_none_or(|until| until <= now) && self.under_way.len() + self.starting < MOST
@@ -159,14 +157,14 @@ struct UnderWay {
     ring: OneRead,
     ticket: Ticket,
     since: Instant,
-    /// A test ordered that it takes at least this long.
+    /// An injected delay.
     takes: Duration,
-    /// No thread waits for it.
+    /// No thread will take it.
     is_abandoned: bool,
 }
 
 impl UnderWay {
-    /// What `check` makes of the bytes, if they are a whole block; the read itself if it is not over.
+    /// The result of `check` for a whole block; the read itself if it is still in flight.
     fn take<T>(mut self, check: impl FnOnce(&PageBytes) -> Option<T>) -> Result<Option<T>, Self> {
         if self.since.elapsed() < self.takes {
             return Err(self);
@@ -180,7 +178,7 @@ impl UnderWay {
 }
 
 impl BegunReads {
-    /// The reads, with the number for those who look without the lock. To be called after each change.
+    /// Updates the count that is read without the lock, after each change.
     fn counted(&self, reads: &Reads) {
         self.count.store(reads.under_way.len(), Ordering::Release);
     }
@@ -207,14 +205,14 @@ impl BegunReads {
         self.is_slow.store(true, Ordering::Release);
     }
 
-    /// A slow worker read a page, which took this long.
+    /// A slow worker's read of a page took this long.
     pub fn took(&self, time: Duration) {
         if time < LATE && self.is_slow.load(Ordering::Acquire) {
             self.is_slow.store(false, Ordering::Release);
         }
     }
 
-    /// Releases what was read for nobody.
+    /// Releases the reads that nobody will take.
     fn release(&self) {
         let mut reads = lock(&self.inner);
         let is_unwanted = |read: &mut UnderWay| read.is_abandoned || read.since.elapsed() > FORGOTTEN_AFTER;
@@ -226,16 +224,16 @@ impl BegunReads {
         }
     }
 
-    /// Nobody wants it: releases it, now or when it is over.
+    /// Releases a read, now or when it is done.
     fn abandon(&self, read: UnderWay) {
         if let Err(read) = read.take(|_| Some(())) {
             self.push(UnderWay { is_abandoned: true, ..read });
         }
     }
 
-    /// Begins to read the block of this page. Before that `watch` gets the descriptor that has input when it is read.
-    /// Returns whether it was begun, now or before. Does not wait for the device, unless the file system must ask it
-    /// where the block is.
+    /// Begins to read the block of this page. Before that, `watch` gets the descriptor that becomes readable at the
+    /// end. Returns whether a read is in flight, from now or before. Does not wait for the device, unless the file
+    /// system must look up the block there.
     pub fn begin(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> bool {
         if self.count.load(Ordering::Acquire) > 0 {
             self.release();
@@ -253,14 +251,13 @@ impl BegunReads {
             reads.starting += 1;
             reads.starting_since.get_or_insert(now);
         }
-        let ring = disk.next_is(Direction::Read, (block, 1)).and_then(|ordered| Ok((ordered, OneRead::get()?)));
-        // This says nothing about the device.
-        let is_full = ring.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         // Two threads that begin the same page read it twice.
-        let started = ring.ok().and_then(|ring| Self::start(disk, page, block, ring, watch));
-        let is_begun = started.is_some();
+        let started = Self::start(disk, page, block, watch);
+        // At the limit: that says nothing about the device.
+        let is_full = started.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
+        let is_begun = started.is_ok();
         let mut reads = lock(&self.inner);
-        reads.under_way.extend(started);
+        reads.under_way.extend(started.ok());
         reads.starting -= 1;
         if reads.starting == 0 {
             reads.starting_since = None;
@@ -273,26 +270,25 @@ impl BegunReads {
         is_begun
     }
 
-    /// Hands it to the kernel, with what a test ordered of it.
-    fn start(
-        disk: &Disk,
-        page: (PageKey, Handle),
-        block: u64,
-        (ordered, (mut ring, buffer)): (Ordered, (OneRead, Buffer)),
-        watch: OnReply<'_>,
-    ) -> Option<UnderWay> {
+    /// Submits it, with the fault that a test injects.
+    fn start(disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> io::Result<UnderWay> {
+        let ordered = disk.next_is(Direction::Read, (block, 1))?;
+        let (mut ring, buffer) = OneRead::get()?;
         let (file, offset) = (Arc::clone(&disk.file), block * PAGE_SIZE as u64);
         let transfer =
             Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end: ordered.most.min(PAGE_SIZE) };
-        // It has room: it has nothing else to do.
-        let ticket = ring.0.start(transfer).ok()?;
+        // The ring has room, because nothing else is on it.
+        let ticket = ring.0.start(transfer).map_err(|_| io::Error::other("the ring is full"))?;
         watch(ring.0.fd());
         let since = Instant::now();
-        ring.0.submit().then_some(UnderWay { page, ring, ticket, since, takes: ordered.takes, is_abandoned: false })
+        if !ring.0.submit() {
+            return Err(io::Error::other("the kernel takes no read"));
+        }
+        Ok(UnderWay { page, ring, ticket, since, takes: ordered.takes, is_abandoned: false })
     }
 
-    /// What `check` makes of the bytes of a page that was begun, if they are there. Otherwise `watch` gets the
-    /// descriptor again. Never waits.
+    /// The result of `check` for the bytes of a begun page, if they are there; else `watch` gets the descriptor again.
+    /// Never waits.
     pub fn now<T>(
         &self,
         page: (PageKey, Handle),
@@ -309,7 +305,7 @@ impl BegunReads {
         }
     }
 
-    /// The same, and waits for them until they are late. `None` too if nothing was begun.
+    /// Like `now`, but waits until the read is late. `None` also if nothing was begun.
     pub fn wait_for<T>(&self, page: (PageKey, Handle), check: impl FnOnce(&PageBytes) -> Option<T>) -> Option<T> {
         let mut read = self.remove(page)?;
         if read.takes < LATE {
@@ -326,7 +322,7 @@ impl BegunReads {
         }
     }
 
-    /// The page was freed: it came in another way, or nobody wants it any more.
+    /// The page was freed: it was restored in another way, or nobody needs it.
     pub fn forget(&self, page: (PageKey, Handle)) {
         while let Some(read) = self.remove(page) {
             self.abandon(read);

@@ -1,10 +1,9 @@
-//! Pages into blocks and back: the block of a page, the extents that are written as one, and the consequences of a
-//! failure.
+//! Pages to blocks and back: the block of a page, extents that are written as one, and the handling of failures.
 //!
 //! Before: `file` has pages to store, or handles to read. After: `disk` and `reading` moved the bytes; the index says
 //! which page is where.
 //! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 consecutive pages in consecutive blocks.
-//! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
+//! Promise: a header matches a handle only while its block holds that page; a block that failed is never used again.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -34,16 +33,17 @@ const CLASS_SINGLE: usize = 0;
 const CLASS_RUN: usize = 1;
 const LONG_RUN: usize = 64;
 
-/// Areas without a page that stay allocated (and charged) until a query of the usage: blocks that were written before
-/// are written without a change to the file system's metadata.
+/// Emptied areas that stay allocated (and charged) until a query of the usage: to overwrite allocated blocks changes no
+/// metadata of the file system.
 const EMPTY_AREAS_KEPT: usize = 8;
 
-/// `BlobHeader::encoding` of a block that is being written: it fits no handle. Its checksum is a number of this write.
+/// `BlobHeader::encoding` of a block that is being written: it matches no handle. Its checksum is the number of the
+/// write.
 pub(super) const BEING_WRITTEN: u8 = 0;
-/// ... and of a block that the device failed to write or read: it is never used again.
+/// `BlobHeader::encoding` of a block that the device could not write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
-/// How long a get waits for nothing if a block is not to be read now: the caller asks again at once.
+/// Sleep of a get that may not read a block now, because the caller repeats it at once.
 const PAUSE: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy)]
@@ -63,22 +63,21 @@ pub(super) struct Inner {
     reading: Reading,
     unread: Unread,
     probe: Probe,
-    /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
-    /// before it is counted.
+    /// Blocks of late writes in flight. Briefly below zero if a write ends before it is counted.
     late: AtomicIsize,
-    /// The number of the next block that is written: random at first, so that no two openings have the same.
+    /// The number of the next write of a block: random at first, so that no two openings have equal numbers.
     next_write: AtomicU64,
 }
 
-/// A block that was taken for a page of a run.
+/// A block taken for a page of a run.
 struct Taken {
     index: usize,
     place: Place,
-    /// Its header while it is written.
+    /// The header during the write.
     header: BlobHeader,
 }
 
-/// A block that is wanted for a page of a run.
+/// A page of a run that must be read.
 struct Wanted {
     index: usize,
     block: u64,
@@ -100,7 +99,7 @@ impl Inner {
         Self { allocator, disk, limits, begun, reading, unread, probe, late, next_write }
     }
 
-    /// Drops what was read and is not asked for any more.
+    /// Drops bytes that were read and not asked for in a while.
     pub(super) fn drop_forgotten(&self) {
         self.reading.drop_forgotten(&self.disk);
     }
@@ -127,7 +126,6 @@ impl Inner {
         self.allocator.arena().copy_in(place.slab, place.slot * HEADER_BYTES, &header.to_bytes());
     }
 
-    /// All blocks that are taken.
     pub(super) fn taken(&self) -> impl Iterator<Item = Place> + '_ {
         let areas = 0..self.allocator.arena().fresh();
         areas
@@ -135,7 +133,7 @@ impl Inner {
             .filter(|place| self.allocator.occupied(*place).is_some())
     }
 
-    /// A block for one page; its header fits no handle yet.
+    /// A block for one page; its header does not match a handle yet.
     fn take(&self, class: usize) -> Option<(Place, BlobHeader)> {
         let allocated = self.allocator.alloc(class)?;
         let tag = handle::next_tag(self.header(allocated.place).tag, allocated.generation);
@@ -145,14 +143,14 @@ impl Inner {
         Some((allocated.place, header))
     }
 
-    /// Never use this block again. Its bit stays set, and it was not counted as live (any more).
+    /// Never uses this block again. Its bit stays set; it is not counted as live.
     fn retire_block(&self, place: Place) {
         self.set_header(place, BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BAD, tag: 0 });
         self.count(Counter::BadBlocks);
     }
 
-    /// How long to wait for pieces that are read together. A background reader looks after others before it asks again:
-    /// late reads go on.
+    /// How long to wait for pieces that are read together. A background reader serves others before it repeats its
+    /// request; late reads stay in flight.
     fn read_timeout(&self, pieces: &[&[Wanted]], context: IoContext<'_>) -> Duration {
         let blocks = pieces.iter().flat_map(|piece| piece.iter().map(|wanted| wanted.block));
         let timeout = match context.reader {
@@ -162,7 +160,7 @@ impl Inner {
         context.until.map_or(timeout, |until| timeout.min(until.saturating_duration_since(Instant::now())))
     }
 
-    /// The outcome of a put whose block was not written; decides what to do with the block.
+    /// The outcome of a put whose write failed; frees or retires its block.
     fn write_failed(&self, place: Place, error: &io::Error) -> PutOutcome {
         let (outcome, block_is_bad) = self.limits.write_failed(error);
         if block_is_bad {
@@ -173,8 +171,8 @@ impl Inner {
         outcome
     }
 
-    /// A write that no thread waited for is over. `recover` may have freed the block before, and another page may use
-    /// it by now: then the header is not this write's any more.
+    /// A late write is done. If `recover` freed the block before, another page may have it by now: the header then
+    /// differs.
     fn was_late(&self, place: Place, header: BlobHeader) {
         self.late.fetch_sub(1, Ordering::AcqRel);
         if self.header(place) == header {
@@ -182,18 +180,18 @@ impl Inner {
         }
     }
 
-    /// The writes of these blocks are over, and the blocks are to be freed: `was_late` has nothing to do for them.
+    /// The writes of this block are done, and the block will be freed: `was_late` must not free it again.
     pub(super) fn disown(&self, place: Place) {
         let tag = self.header(place).tag;
         self.set_header(place, BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag });
     }
 
-    /// Are writes under way that no thread waits for?
+    /// Whether late writes are in flight.
     pub(super) fn has_late(&self) -> bool {
         self.late.load(Ordering::Acquire) != 0
     }
 
-    /// Take blocks for those pages that need one; the others get their outcome. At most one extent.
+    /// Takes blocks for those pages that need one; the others get their outcome. At most one extent.
     fn take_for(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) -> Vec<Taken> {
         let class = if pages.len() < LONG_RUN { CLASS_SINGLE } else { CLASS_RUN };
         let today = &self.allocator.arena().own_words()[WORD_TODAY];
@@ -220,7 +218,7 @@ impl Inner {
         }
         inner.allocator.settle(EMPTY_AREAS_KEPT);
         let taken = inner.take_for(first, pages, outcomes);
-        // Consecutive pages that got consecutive blocks go together.
+        // Consecutive pages in consecutive blocks are written together.
         let runs: Vec<&[Taken]> = taken
             .chunk_by(|a, b| a.index + 1 == b.index && block_of(a.place) + 1 == block_of(b.place))
             .flat_map(|extent| extent.chunks(PIECE_BLOCKS))
@@ -255,18 +253,18 @@ impl Inner {
         }
     }
 
-    /// The block is written: make the page findable.
+    /// The block is written: makes the page readable.
     fn keep(&self, taken: &Taken, header: BlobHeader) -> PutOutcome {
         let tag = taken.header.tag;
         self.set_header(taken.place, BlobHeader { tag, ..header });
         self.count(Counter::LiveBlocks);
         self.count(Counter::WrittenBlocks);
         self.limits.wrote();
-        // Slab, slot and tag always fit.
+        // Place and tag always fit.
         handle::of_blob(taken.place, tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
-    /// The header of the block that a handle names, if the block holds this page.
+    /// The header of the block of a handle, if the block holds this page.
     fn find(&self, key: PageKey, place: Place, tag: u8) -> Result<BlobHeader, GetOutcome> {
         if self.allocator.occupied(place).is_none() {
             return Err(GetOutcome::Absent);
@@ -278,8 +276,8 @@ impl Inner {
         if header.key_check == codec::key_check(key) { Ok(header) } else { Err(GetOutcome::Corrupt) }
     }
 
-    /// Read pages: `handles`, `out` and `outcomes` are equally long. Consecutive blocks are read together, in pieces,
-    /// and several pieces at once.
+    /// Reads pages: `handles`, `out` and `outcomes` have equal lengths. Consecutive blocks are read together, in
+    /// pieces, and several pieces at once.
     pub(super) fn get_run(
         &self,
         first: PageKey,
@@ -299,7 +297,8 @@ impl Inner {
                 },
             }
         }
-        // The caller needs all, or asks for fewer: others are not read again and again while one rests.
+        // The caller needs all pages, or repeats the request for fewer: so while one block rests, the others are not
+        // read in vain.
         if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block, context.reader)) {
             return std::thread::sleep(PAUSE);
         }
@@ -308,7 +307,7 @@ impl Inner {
         if is_background && wanted.iter().any(bad) && !self.unread.was_read_just_now() {
             self.is_there(context);
         }
-        // What is late or kept of earlier reads is taken in the pieces in which it was read.
+        // Late or kept blocks are taken in the pieces in which they were read.
         let known = self.reading.known(&self.disk);
         let of = |wanted: &Wanted| known.iter().position(|known| known.has(wanted.block));
         let follows = |a: &Wanted, b: &Wanted| {
@@ -317,8 +316,8 @@ impl Inner {
         };
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
         for (piece, came) in pieces.iter().zip(self.read(first, &pieces, out, outcomes, context)) {
-            // One bad block must not cost the other pages of its piece, and a page may have been corrupted in transfer:
-            // try once more.
+            // One bad block must not cost the other pages of its piece, and a transfer may have corrupted a page: each
+            // is read once more, alone.
             let again = |wanted: &&Wanted| match &came {
                 Came::Done { .. } => outcomes[wanted.index] == GetOutcome::Corrupt,
                 Came::Unsure => true,
@@ -331,7 +330,7 @@ impl Inner {
         }
     }
 
-    /// Does the device return bytes now? Reads another block.
+    /// Whether the device returns bytes now, by a read of another block.
     fn is_there(&self, context: IoContext<'_>) -> bool {
         let spare = spare_block(self.allocator.arena().slabs());
         let is_there = self.probe.is_good(&self.disk, &self.reading, spare, context);
@@ -341,7 +340,7 @@ impl Inner {
         is_there
     }
 
-    /// Read pieces and check their pages.
+    /// Reads pieces and checks their pages.
     fn read(
         &self,
         first: PageKey,
@@ -367,7 +366,8 @@ impl Inner {
             self.unread.read();
             self.begun.took(begun.elapsed());
         }
-        // A page of many blocks needs all of them at once: each is waited for longer, also if it came this time.
+        // A huge page needs all its blocks at once. So if one is late, the next wait is longer for each of them, even
+        // for those that came.
         let is_late = came.iter().any(|came| matches!(came, Came::Late));
         for (piece, came) in pieces.iter().zip(&came) {
             for wanted in *piece {
@@ -388,10 +388,10 @@ impl Inner {
         came
     }
 
-    /// See [`crate::Store::begin`].
+    /// See [`crate::SlowStore::begin`].
     pub(super) fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
         let Named::Blob { place, tag } = Named::by(handle) else { return false };
-        // A block that never answers must not take the place of all that could be begun.
+        // A block that never answers must not fill the few places for such reads.
         let may_begin = self.find(key, place, tag).is_ok() && !self.reading.has(block_of(place));
         may_begin && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
     }
@@ -408,12 +408,13 @@ impl Inner {
         found.map_or(GetOutcome::Busy, |()| GetOutcome::Found)
     }
 
-    /// The same, and waits for a read that was begun. Returns whether it brought the page.
+    /// Waits for a read that was begun. Returns whether it brought the page.
     pub(super) fn wait_for_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> bool {
         self.begun.wait_for((key, handle), |page| self.check(key, handle, page, out)).is_some()
     }
 
-    /// Are these the bytes of this page, as it is in the file now? The block may have been another's when it was read.
+    /// Copies these bytes to `out` if they are the page as it is in the file now: the block may have been another
+    /// page's when it was read.
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
@@ -424,7 +425,6 @@ impl Inner {
         Some(())
     }
 
-    /// Forget a page.
     pub(super) fn free(&self, key: PageKey, handle: Handle) {
         match Named::by(handle) {
             Named::SameFilled(filled) => {

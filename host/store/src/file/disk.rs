@@ -1,12 +1,11 @@
-//! Blocks on their way to a disk, past the page cache, through the calling thread's ring; and what reads (`reading`)
-//! and writes have in common.
+//! Direct I/O of blocks through the calling thread's ring, and what reads (`reading`) and writes share.
 //!
 //! Before: `file` has taken blocks for pages. After: the bytes are on the device, or the failure is known.
-//! Threads: any; each has a ring of its own, so that one that waits for a slow block delays no other thread.
-//! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
-//! Promise: bytes are first copied to a buffer of our own, so the kernel holds no caller's memory when we give up
-//! waiting. Short transfers are continued. A thread that gets no ring (`kernel.io_uring_disabled`) reads all the same,
-//! with no limit to the wait, and writes nothing.
+//! Threads: any; each has its own ring, so that a thread that waits for a slow block delays no other. Units: a block is
+//! 4096 bytes; a piece is 1 to 64 consecutive blocks.
+//! Promise: bytes are first copied to a buffer of our own, so that the kernel holds no memory of the caller when the
+//! wait is given up. Short transfers are continued. A thread that gets no ring (`kernel.io_uring_disabled`) still
+//! reads, without a limit to the wait, but writes nothing.
 
 use std::cell::RefCell;
 use std::io;
@@ -14,83 +13,79 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
-use ballast_sys::direct::DirectFile;
+use ballast_sys::direct;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
+use ballast_sys::slow_fd::SlowFd;
 
 use super::faults::{DiskFaults, Ordered};
 use crate::PageBytes;
 
-/// Most blocks of one transfer: 256 KiB. A longer extent goes in pieces, all of them under way at once, so that one is
-/// copied and checked while the device works on the others: 2 MiB are read in 0.47 ms and not 0.64 (XFS on a loop
+/// Most blocks of one transfer: 256 KiB. A longer extent is transferred in pieces, all in flight at once, so that one
+/// is copied and checked while the device works on the others: 2 MiB are read in 0.47 ms instead of 0.64 (XFS on a loop
 /// device).
 pub(crate) const PIECE_BLOCKS: usize = 64;
-/// Pieces under way at once: 2 MiB. Transfers that a thread gave up waiting for are not counted.
+/// Pieces in flight at once: 2 MiB. Late transfers are not counted.
 pub(crate) const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
-/// Sizes of buffers, and how many of each a thread keeps for reuse: 2.7 MiB. A call that reads a huge page keeps all of
-/// its pieces until the last is there, so the buffer of a short piece is not as large as that of a long one.
+/// Sizes of buffers, and the number of each that a thread keeps for reuse: 2.7 MiB. A read of a huge page keeps all
+/// pieces until the last one is there, so a short piece gets a smaller buffer.
 const BUFFERS: [(usize, usize); 4] =
     [(PAGE_SIZE, AT_ONCE), (PAGE_SIZE * 4, AT_ONCE), (PAGE_SIZE * 16, AT_ONCE), (PAGE_SIZE * PIECE_BLOCKS, AT_ONCE)];
-/// How long a worker waits for a page before it serves others and asks again. A healthy device is faster.
+/// How long a worker waits for a page before it serves others and repeats the request. A healthy device is faster.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(100);
-/// A guest's wait for a block that was late doubles each time, this often: up to 6.4 s. So of a device that is slow for
-/// long, such as a throttled volume, few reads are late, and have to be kept for who asks next.
+/// A guest's wait for a block doubles each time that the block was late, this often: up to 6.4 s. So even on a device
+/// that is slow for long, such as a throttled volume, few reads are late and have to be kept.
 const DOUBLINGS: u8 = 6;
-/// Reclaim has time, and an abandoned write blocks its block until it is over. After one that is late, a call waits for
-/// none of its others, and begins no more.
+/// Longer than that of reads: reclaim can wait, and a late write blocks its block. After a late write, a call waits for
+/// none of its others and begins no more.
 pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the kernel may return "interrupted" or "not now" before that is an error.
+/// How often the kernel may return EINTR or EAGAIN before that is an error.
 pub(crate) const TRIES: usize = 16;
 
-/// The result of a piece.
 #[derive(Debug)]
 pub(crate) enum Moved {
-    /// All of it was written, or read.
     Done,
-    /// It was not over in time. Its completion was left with the ring.
+    /// Not done in time; the ring keeps its completion.
     Late,
-    /// It was not begun, because one before it was late.
+    /// Not begun, because an earlier one was late.
     Unbegun,
-    /// The kernel refused, with this error.
     Failed(io::Error),
 }
 
-/// How long to wait for a read of a block that was `late` this many times.
+/// How long to wait for a read of a block that was late this many times.
 pub(crate) fn read_timeout(late: u8) -> Duration {
     READ_TIMEOUT * (1 << late.min(DOUBLINGS))
 }
 
-/// The file's data side.
+/// The file, without its index.
 #[derive(Debug)]
 pub(crate) struct Disk {
-    pub(crate) file: Arc<DirectFile>,
+    pub(crate) file: Arc<SlowFd>,
     pub(crate) faults: Option<Arc<DiskFaults>>,
-    /// It can be read only.
     pub(crate) read_only: bool,
 }
 
-/// The rings and buffers of a thread.
+/// A thread's rings and buffers.
 #[derive(Default)]
 pub(crate) struct Transfers {
     writes: Option<Ring>,
-    /// For a call's reads. Those that are late take it with them.
+    /// For a call's reads. A late read keeps it.
     pub(crate) reads: Option<Ring>,
     /// For each size in `BUFFERS`.
     spares: [Vec<Buffer>; BUFFERS.len()],
 }
 
 thread_local! {
-    /// A thread's transfers of all its file stores share it. The rings are made at the first use.
+    /// Shared by all file stores. The rings are made at first use.
     static TRANSFERS: RefCell<Transfers> = RefCell::default();
 }
 
-/// Adds what the kernel did not say.
+/// Adds the likely reason.
 fn no_ring(error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("setting up io_uring (see kernel.io_uring_disabled): {error}"))
 }
 
 impl Transfers {
-    /// What this makes of those of the calling thread.
     pub(crate) fn of_this_thread<R>(work: impl FnOnce(&mut Self) -> R) -> R {
         TRANSFERS.with_borrow_mut(work)
     }
@@ -99,16 +94,16 @@ impl Transfers {
         if self.writes.is_none() {
             self.writes = Some(Ring::new(RING_TRANSFERS).map_err(|error| no_ring(&error))?);
         }
-        // It was just made, if it did not exist.
+        // Always `Some` here.
         self.writes.as_mut().ok_or_else(|| io::Error::other("no ring"))
     }
 
-    /// A ring that any thread may have after this one.
+    /// A ring that may move to another thread later.
     pub(crate) fn for_reads(&mut self) -> io::Result<Ring> {
         self.reads.take().map_or_else(|| Ring::for_any_thread(AT_ONCE).map_err(|error| no_ring(&error)), Ok)
     }
 
-    /// A buffer for this many bytes, at most a piece's.
+    /// A buffer for this many bytes, at most one piece.
     pub(crate) fn buffer(&mut self, bytes: usize) -> io::Result<Buffer> {
         let class = BUFFERS.partition_point(|(size, _)| *size < bytes).min(BUFFERS.len() - 1);
         self.spares[class].pop().map_or_else(|| Buffer::new(BUFFERS[class].0), Ok)
@@ -122,34 +117,32 @@ impl Transfers {
     }
 }
 
-/// Are there writes that this thread gave up waiting for, and that it does not know to be over?
+/// Whether this thread has late writes that it has not seen complete.
 pub fn has_late_writes() -> bool {
     Transfers::of_this_thread(|transfers| transfers.writes.as_ref().is_some_and(Ring::has_late_writes))
 }
 
-/// Notice which of these writes are over, and free their blocks. The kernel tells no other thread, so one that has such
-/// writes must come here now and then, and not end.
+/// Notes which late writes of this thread are done, and frees their blocks. The kernel tells no other thread, so a
+/// thread with late writes must call this from time to time, and not end.
 pub fn notice_late_writes() {
     Transfers::of_this_thread(|transfers| transfers.writes.iter_mut().for_each(Ring::reap));
 }
 
-/// Can this thread have a ring?
+/// Whether this thread can have a ring.
 pub(crate) fn ready() -> io::Result<()> {
     Transfers::of_this_thread(|transfers| transfers.for_writes().map(drop))
 }
 
-/// What is to be done about a transfer that the kernel has returned.
+/// The next step for a transfer that the kernel has completed.
 pub(crate) enum Returned {
-    /// All of it is done.
     Done(Buffer),
-    /// It failed.
     Failed(Buffer, io::Error),
-    /// The rest is to be begun.
+    /// The rest must be submitted.
     Rest(Transfer),
 }
 
 impl Returned {
-    /// What follows for a transfer of this many bytes in all.
+    /// `bytes`: the whole length of the transfer.
     pub(crate) fn of(mut transfer: Transfer, result: io::Result<usize>, bytes: usize) -> Self {
         match result {
             Ok(moved) if moved > 0 && transfer.done + moved >= bytes => return Self::Done(transfer.buffer),
@@ -159,35 +152,34 @@ impl Returned {
             Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
             Err(error) => return Self::Failed(transfer.buffer, error),
         }
-        // Direct I/O continues at block borders only: the moved part of a block is moved again.
+        // Direct I/O continues only at a block boundary, so a part of a block is moved again.
         transfer.done -= transfer.done % PAGE_SIZE;
         transfer.end = bytes;
         Self::Rest(transfer)
     }
 }
 
-/// A piece that was begun.
 struct Begun {
     ticket: Ticket,
-    /// A test ordered that it takes at least this long.
+    /// An injected delay.
     takes: Duration,
 }
 
 impl Disk {
-    /// What a test ordered of the next transfer of these blocks.
+    /// The fault that a test injects into the next transfer of these blocks.
     pub(crate) fn next_is(&self, direction: Direction, blocks: (u64, usize)) -> io::Result<Ordered> {
         Ordered::of(self.faults.as_ref().and_then(|faults| faults.next(direction, blocks)))
     }
 
-    /// Did a test order that there are none?
+    /// Whether a test injects the lack of rings.
     pub(crate) fn has_no_rings(&self) -> bool {
         self.faults.as_ref().is_some_and(|faults| faults.has_no_rings())
     }
 
-    /// Begins a transfer on this ring, or the rest of one, as a test ordered.
+    /// Begins or continues a transfer on this ring, with the injected fault.
     ///
     /// # Errors
-    /// A test ordered that it fails; `WouldBlock` if the ring is full. Either comes with the buffer.
+    /// An injected error; `WouldBlock` if the ring is full. Either comes with the buffer.
     pub(crate) fn begin(
         &self,
         ring: &mut Ring,
@@ -214,7 +206,7 @@ impl Disk {
         })
     }
 
-    /// Wait until `bytes` are written, or until it is late.
+    /// Waits until `bytes` are written, or until the write is late.
     fn finish(
         &self,
         transfers: &mut Transfers,
@@ -247,9 +239,9 @@ impl Disk {
         Ok(Moved::Late)
     }
 
-    /// Write pieces, each given by its first block and its pages, and wait for `timeout` at most for each 2 MiB. One
-    /// outcome each, in order. For a `Late` piece, the function that `when_late` returned for its index is called when
-    /// the write is over. `meanwhile` is called once, while the device works.
+    /// Writes pieces, each given by its first block and its pages, and waits for at most `timeout` for each 2 MiB. One
+    /// outcome each, in order. For a `Late` piece, the function that `when_late` returned for its index is called at
+    /// the end of the write. `meanwhile` is called once, while the device works.
     pub(crate) fn write<L: FnOnce() + Send + 'static>(
         &self,
         pieces: &[(u64, &[PageBytes])],
@@ -279,7 +271,7 @@ impl Disk {
                         Transfer { file, direction: Direction::Write, offset, buffer, done: 0, end: bytes.len() };
                     let begun = self.begin_write(transfers, transfer);
                     if pages.len() > 1 {
-                        // The device begins while the next piece is copied. Single pages go to it together.
+                        // The device begins while the next piece is copied. Single pages are submitted together.
                         transfers.for_writes()?.submit();
                     }
                     begun
@@ -293,7 +285,7 @@ impl Disk {
                 let mut outcomes = Vec::with_capacity(group.len());
                 let mut after_late = false;
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
-                    // All are under way at once, so the waits for them do not add up.
+                    // All are in flight at once, so the waits do not add up.
                     let most = if after_late { Duration::ZERO } else { timeout };
                     let limits = (pages.len() * PAGE_SIZE, most.saturating_sub(submitted.elapsed()));
                     let outcome = self.finish(transfers, begun, limits, when_late(first + index));
@@ -313,18 +305,18 @@ impl Disk {
         moved
     }
 
-    /// Reads a piece and waits for it however long it takes.
+    /// Reads a piece, however long that takes.
     ///
     /// # Errors
-    /// The disk fails.
+    /// Of the disk.
     pub(crate) fn read_without_ring(&self, (block, pages): (u64, usize)) -> io::Result<Buffer> {
         let (bytes, offset) = (pages * PAGE_SIZE, block * PAGE_SIZE as u64);
         let mut buffer = Buffer::new(bytes)?;
         let (mut from, mut short) = (0, 0);
         while from < bytes {
-            match self.file.read_at(offset + from as u64, &mut buffer.as_mut_slice()[from..])? {
+            match direct::read_at(&*self.file, offset + from as u64, &mut buffer.as_mut_slice()[from..])? {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                // Direct I/O continues at block borders only.
+                // Direct I/O continues only at a block boundary.
                 read if from + read < bytes => {
                     from += read - read % PAGE_SIZE;
                     short += 1;

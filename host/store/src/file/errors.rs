@@ -1,58 +1,56 @@
-//! Verdicts: when the errors of a block are those of its medium, so that its page is given up.
+//! Verdicts: when errors of a block mean a bad medium, so that its page is given up.
 //!
-//! Before: reads of a block failed, each at a time, for a guest's thread or in the background ([`crate::Reader`]).
-//! After: the block is asked for again, or its page is lost.
+//! Before: reads of a block failed, for a guest's thread or in the background ([`crate::Reader`]). After: the read is
+//! repeated, or the page is lost.
 //! Threads: none of its own; `unread` has the lock. Units: times.
-//! Promise: no error that was reported to one kind of reader counts for the other. A device that fails as a whole for a
-//! while costs no page that is read in the background.
+//! Promise: an error that was reported to one kind of reader does not count for the other. A device that fails as a
+//! whole for a while costs no page that is read in the background.
 //!
-//! | Who asks | An error counts | The page is given up |
+//! | Reader | An error counts | The page is given up |
 //! |---|---|---|
-//! | a guest's thread waits | always | after 6 errors and 10 s of them |
-//! | nobody waits | if others could be read within 0.1 s before its read began, and within 0.1 s after it | the same |
-//! | nobody waits | if nothing of the device could be read in 2 minutes of tries | the same |
+//! | a guest's thread waits | always | after 6 errors that span 10 s |
+//! | background | if others could be read within 0.1 s before its read began, and within 0.1 s after it | likewise |
+//! | background | if nothing of the device could be read in 2 minutes of tries | likewise |
 //!
-//! A time in which nobody read counts as 2 s at most, of a block and of the device.
+//! A time without reads, of a block or of the device, counts as at most 2 s.
 //!
-//! A good read of the block ends all of this. A disk that is there for a second and gone for nine returns an error of a
-//! good block beside a good read only in the moment in which it goes, or comes: so one of either side is not enough.
+//! A good read of the block resets its errors. A device that works for a second and fails for nine returns an error
+//! beside a good read only at the moment when it fails or recovers. So good reads are required on both sides.
 
 use std::time::{Duration, Instant};
 
-/// Errors that come quickly; fewer never give a page up.
+/// Fewer errors than this never give a page up.
 pub(super) const QUICK: u8 = 6;
-/// How much of a time in which nobody read the block, or the device, counts as one in which it failed. Where many of a
-/// VM's threads wait for such blocks, or an error takes seconds, each block has its turn rarely.
+/// The most that a gap between reads of the block, or of the device, counts as a time of failure. Reads of a block may
+/// be rare: many of a VM's threads may wait for such blocks, or each error may take seconds.
 const MOST_UNSEEN: Duration = Duration::from_secs(2);
-/// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
-/// more often, also if there are many of them.
+/// After a gap this long between reads of a block, its earlier errors say nothing about the next read. Callers that
+/// wait for blocks repeat their reads sooner, even for many blocks.
 const FORGOTTEN: Duration = Duration::from_secs(600);
-/// Reads of the device have failed for this long, and none went well: then it is not gone for a moment. A background
-/// reader need not give a page up before.
+/// If all reads of the device failed for this long, the outage is not short. A background reader need not give a page
+/// up sooner.
 pub(super) const GONE: Duration = Duration::from_secs(120);
-/// A good read of another block that is no further from an error than this is one at the same time.
+/// A good read of another block counts as simultaneous with an error if they are at most this far apart.
 pub(super) const BESIDE: Duration = Duration::from_millis(100);
 
-/// A read that failed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedRead {
     pub(super) begun: Instant,
     pub(super) over: Instant,
-    /// Other blocks could be read when it began.
+    /// At `begun`, other blocks could be read.
     pub(super) began_beside_good: bool,
 }
 
-/// Errors without a read that went well between them: of a block, reported to one kind of caller, or of the device.
+/// Errors without a good read between them: of a block, for one kind of reader; or of the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Errors {
     pub(super) count: u8,
-    /// How long they have lasted.
+    /// The time that they span.
     pub(super) lasted: Duration,
     pub(super) last: Option<Instant>,
 }
 
 impl Errors {
-    /// One more.
     pub(super) fn add(&mut self, FailedRead { begun, over, .. }: FailedRead) {
         let unseen = |last: Instant| begun.saturating_duration_since(last);
         match self.last.filter(|last| unseen(*last) < FORGOTTEN) {
@@ -62,7 +60,7 @@ impl Errors {
             }
             None => (self.lasted, self.count) = (Duration::ZERO, 1),
         }
-        // One that was kept for who asked may have been over before the last.
+        // An error that was kept for the next caller may be older than the last one.
         self.last = self.last.max(Some(over));
     }
 
@@ -71,21 +69,21 @@ impl Errors {
     }
 }
 
-/// Whether the device fails, or some of its blocks.
+/// Tells a failed device from failed blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Device {
-    /// The last read that went well while there were blocks that could not be read, and the errors after it.
+    /// The last good read while some blocks could not be read, and the errors after it.
     pub(super) read: Option<Instant>,
     pub(super) errors: Errors,
 }
 
 impl Device {
-    /// Could blocks be read just before this time?
+    /// Whether blocks could be read just before this time.
     pub(super) fn was_there(&self, at: Instant) -> bool {
         self.read.is_some_and(|read| read + BESIDE >= at)
     }
 
-    /// Could none be read for long, though it was tried?
+    /// Whether all reads have failed for long.
     pub(super) fn is_gone(&self) -> bool {
         self.errors.lasted >= GONE
     }
@@ -98,18 +96,18 @@ pub(super) struct Verdict {
     pub(super) guests: Errors,
     /// Reported to background readers.
     pub(super) background: Errors,
-    /// Those of them beside good reads of other blocks.
+    /// Those errors in the background that came beside good reads of other blocks.
     pub(super) beside_good: Errors,
 }
 
 impl Verdict {
-    /// An error was reported to a guest's thread. Is the page to be given up?
+    /// An error was reported to a guest's thread. Returns whether to give the page up.
     pub(super) fn of_guest(&mut self, read: FailedRead, lasts: Duration) -> bool {
         self.guests.add(read);
         self.guests.are_final(lasts)
     }
 
-    /// The same for a background reader.
+    /// An error was reported to a background reader. Returns whether to give the page up.
     pub(super) fn of_background(
         &mut self,
         read: FailedRead,

@@ -1,8 +1,8 @@
-//! Faults of a disk on command: for tests of the file store and of its users.
+//! Fault injection, for tests of the file store and of its users.
 //!
-//! Before: a test says which transfers go wrong, and how. After: they do, at the moment at which they are handed to the
-//! kernel, or when they are over. Threads: any. Units: blocks of 4096 bytes of the file.
-//! Promise: without such orders nothing of this is asked.
+//! Before: a test says which transfers fail, and how. After: they fail, when they are submitted or when they complete.
+//! Threads: any. Units: blocks of 4096 bytes of the file.
+//! Promise: without an injected fault, nothing here is called.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ballast_sys::ring::Direction;
 
-/// Faults of a disk on command: for tests of the file store and of its users.
+/// The faults of a disk that a test injects.
 #[derive(Debug, Default)]
 pub struct DiskFaults {
     reads: Mutex<VecDeque<DiskFault>>,
@@ -21,46 +21,43 @@ pub struct DiskFaults {
     no_rings: AtomicBool,
 }
 
-/// A block of such a disk.
 #[derive(Debug, Default)]
 struct Faulty {
     fault: Option<DiskFault>,
     reads: u64,
 }
 
-/// How one transfer goes wrong.
+/// How one transfer fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskFault {
-    /// It fails with this error number and moves nothing.
+    /// Fails with this error number, and moves nothing.
     Errno(i32),
-    /// It moves this many bytes and ends there.
+    /// Moves this many bytes and ends there.
     Short(usize),
-    /// It is not over in time. A read is over when it is asked for again.
+    /// Is not done in time. The next request for the bytes of a read finds it done.
     Late,
-    /// It takes this long: a read is over for those who wait longer, all their waits taken together. None sleeps.
+    /// Takes this long, in simulated time: a read completes when the timeouts of its callers add up to this.
     Takes(Duration),
-    /// It takes this long, in the same way, and then fails with this error number.
+    /// Takes this long, as above, and then fails with this error number.
     FailsAfter(Duration, i32),
 }
 
-/// What a test ordered of a transfer.
+/// The fault of one transfer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ordered {
     /// The most bytes that it moves.
     pub(crate) most: usize,
-    /// How long it takes at least.
+    /// Its delay.
     pub(crate) takes: Duration,
-    /// A read takes no longer than who began it waits.
+    /// A read is late for the call that began it, and for no other.
     pub(crate) is_late_once: bool,
-    /// With which error number it fails then.
+    /// The error number with which it then fails.
     pub(crate) errno: Option<i32>,
 }
 
 impl Ordered {
-    /// What this means for a transfer.
-    ///
     /// # Errors
-    /// It fails at once.
+    /// The fault, if the transfer fails at once.
     pub(crate) fn of(fault: Option<DiskFault>) -> io::Result<Self> {
         let nothing = Self { most: usize::MAX, takes: Duration::ZERO, is_late_once: false, errno: None };
         Ok(match fault {
@@ -82,27 +79,27 @@ impl DiskFaults {
         }
     }
 
-    /// The next `n` reads fail like this, after those ordered before.
+    /// The next `n` reads fail like this, after those injected before.
     pub fn fail_reads(&self, n: usize, fault: DiskFault) {
         self.order(Direction::Read, n, fault);
     }
 
-    /// The next `n` writes fail like this, after those ordered before.
+    /// The next `n` writes fail like this, after those injected before.
     pub fn fail_writes(&self, n: usize, fault: DiskFault) {
         self.order(Direction::Write, n, fault);
     }
 
-    /// Each read of this block of the file fails like this, or none any more. From now on its reads are counted.
+    /// Each read of this block of the file fails like this; `None`: none fails. From now on its reads are counted.
     pub fn fail_reads_of(&self, block: u64, fault: Option<DiskFault>) {
         self.blocks().entry(block).or_default().fault = fault;
     }
 
-    /// How many reads of this block have begun since it was named first.
+    /// Reads of this block since it was first named.
     pub fn reads_of(&self, block: u64) -> u64 {
         self.blocks().get(&block).map_or(0, |faulty| faulty.reads)
     }
 
-    /// The reads and writes ordered to fail that have not come yet do not.
+    /// Removes the faults that have not happened yet.
     pub fn forget(&self) {
         for direction in [Direction::Read, Direction::Write] {
             self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -128,7 +125,6 @@ impl DiskFaults {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What goes wrong with the next transfer of these blocks.
     pub(crate) fn next(&self, direction: Direction, (first, blocks): (u64, usize)) -> Option<DiskFault> {
         let next = self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner).pop_front();
         if direction == Direction::Write {

@@ -1,9 +1,8 @@
-//! When a file store does not write: the day's bytes are used up, the disk is full, or it fails.
+//! When a file store refuses to write: the day's bytes are used up, the disk is full, or it fails.
 //!
-//! Before: `file` is about to take a block, or a write failed. After: it writes, or returns the outcome given here; an
-//! operator can read the reason.
-//! Threads: any; atomics, and a lock for the last refusal only.
-//! Units: bytes; a day is one of UTC, counted from 1970.
+//! Before: `file` is about to take a block, or a write failed. After: it writes, or returns this outcome; an operator
+//! can read the reason.
+//! Threads: any; atomics, and a lock only for the last refusal. Units: bytes; a day is in UTC, counted from 1970.
 //! Promise: the day's bytes are counted in the shared index, so a successor continues the count.
 
 use std::io;
@@ -15,7 +14,7 @@ use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::PutOutcome;
 
-/// Writes that fail in a row before the device counts as bad, and not those blocks.
+/// After this number of failed writes in a row, the device counts as bad, instead of single blocks.
 const FAILURES_MAX: u64 = 16;
 /// 1 of this number of puts to a bad device tests whether it works again.
 const TRY_ONE_IN: u64 = 64;
@@ -51,7 +50,7 @@ pub enum Refusal {
     Broken(u64),
 }
 
-/// Bits of the word "today": the day above, the blocks written in it below.
+/// The word "today" has the day above these bits, and in them the blocks written on that day.
 const BLOCK_BITS: u32 = 40;
 const BLOCK_MASK: u64 = (1 << BLOCK_BITS) - 1;
 
@@ -65,7 +64,7 @@ fn written_on(day: u64, word: u64) -> u64 {
     if word >> BLOCK_BITS == day { word & BLOCK_MASK } else { 0 }
 }
 
-/// Is this an error of the medium under the block, so that another block may work?
+/// Whether this is an error of the medium under the block, so that another block may work.
 pub(crate) fn is_of_the_medium(error: &io::Error) -> bool {
     // EIO, EBADMSG, EILSEQ, EUCLEAN, EREMOTEIO, ENODATA: block layers and file systems return these for a bad sector.
     matches!(error.raw_os_error(), Some(5 | 61 | 74 | 84 | 117 | 121)) || error.kind() == io::ErrorKind::UnexpectedEof
@@ -93,7 +92,6 @@ impl Limits {
         self.writes_per_day.store(limit.0, Ordering::Relaxed);
     }
 
-    /// Blocks that may be written in a day.
     fn blocks_per_day(&self) -> u64 {
         match self.writes_per_day.load(Ordering::Relaxed) {
             0 => u64::MAX,
@@ -109,13 +107,13 @@ impl Limits {
         Bytes(written_on(day(), today.load(Ordering::Relaxed)) * PAGE_SIZE as u64)
     }
 
-    /// Are the day's bytes used up, or is the device bad? Counts nothing.
+    /// Whether the day's bytes are used up, or the device is bad. Counts nothing.
     pub(crate) fn refuses(&self, today: &AtomicU64) -> bool {
         let is_used_up = written_on(day(), today.load(Ordering::Relaxed)) >= self.blocks_per_day();
         is_used_up || self.failures_in_a_row.load(Ordering::Relaxed) >= FAILURES_MAX
     }
 
-    /// Record a refusal and return its outcome: `Full` if waiting a moment does not help.
+    /// Records a refusal and returns its outcome: `Full` if a short wait does not help.
     pub(crate) fn refuse(&self, why: Refusal) -> PutOutcome {
         let outcome = match why {
             Refusal::Budget | Refusal::DiskFull(_) | Refusal::WritesPerDay { .. } => PutOutcome::Full,
@@ -125,8 +123,8 @@ impl Limits {
         outcome
     }
 
-    /// Ask to write one block, and count it; `Some` if it must not be written. A block that is counted and then not
-    /// written stays counted.
+    /// Counts one block if it may be written, and returns the outcome if not. A counted block stays counted even if its
+    /// write fails.
     pub(crate) fn may_write(&self, today: &AtomicU64) -> Option<PutOutcome> {
         let failures = self.failures_in_a_row.load(Ordering::Relaxed);
         if failures >= FAILURES_MAX
@@ -148,7 +146,6 @@ impl Limits {
         Some(self.refuse(Refusal::WritesPerDay { written: bytes(written_on(day, word)), limit: bytes(limit) }))
     }
 
-    /// A write succeeded.
     pub(crate) fn wrote(&self) {
         if self.failures_in_a_row.load(Ordering::Relaxed) > 0 {
             self.failures_in_a_row.store(0, Ordering::Relaxed);
@@ -156,13 +153,13 @@ impl Limits {
         }
     }
 
-    /// A write failed. Returns the outcome, and whether to retire the block.
+    /// Returns the outcome of a failed write, and whether to retire the block.
     pub(crate) fn write_failed(&self, error: &io::Error) -> (PutOutcome, bool) {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 return (self.refuse(Refusal::DiskFull(error.to_string())), false);
             }
-            // The ring is full of abandoned transfers, or there is no memory.
+            // The ring is full of late transfers, or memory is short.
             io::ErrorKind::WouldBlock | io::ErrorKind::OutOfMemory => {
                 return (self.refuse(Refusal::Failed(error.to_string())), false);
             }
@@ -200,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn many_failures_are_the_devices_and_one_success_ends_them() {
+    fn many_failures_are_the_devices_until_one_write_succeeds() {
         let limits = Limits::new(Bytes(0));
         let (today, eio) = (AtomicU64::new(0), io::Error::from_raw_os_error(5));
         for failure in 0..20 {

@@ -1,10 +1,11 @@
-//! Probe: whether the device returns bytes at this moment.
+//! Probe: whether the device returns bytes now.
 //!
-//! Before: a read of a block failed, in the background. After: another block was read at the same time, or
-//! could not be. Threads: any, one at a time; for others there is no answer.
-//! Units: the block is the spare one behind all areas, which holds a pattern.
-//! Promise: a hole is no answer: to return zeros, a file system asks no device. It waits for a tenth of a second for
-//! the block; where that is a hole, as long again for the pattern to be written, and once more for the block.
+//! Before: a read of a block failed in the background. After: at about that time, another block could be read, or could
+//! not.
+//! Threads: any, one at a time; the others get no answer. Units: the block is the spare one after all areas, which
+//! holds a pattern.
+//! Promise: a hole is not taken for an answer, because a file system returns its zeros without the device. The probe
+//! waits 0.1 s for the block; if that is a hole, 0.1 s for the write of the pattern, and 0.1 s for the block again.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,15 +21,14 @@ use crate::{IoContext, PageBytes};
 
 const PATTERN: PageBytes = [0xa5; PAGE_SIZE];
 
-/// The probe of a store.
 #[derive(Debug, Default)]
 pub(super) struct Probe {
     one: Mutex<()>,
-    /// The pattern is on its way.
+    /// A write of the pattern is in flight.
     is_written: Arc<AtomicBool>,
 }
 
-/// It is not on its way any more.
+/// Ends the write of the pattern.
 struct Written(Arc<AtomicBool>);
 
 impl Drop for Written {
@@ -38,11 +38,11 @@ impl Drop for Written {
 }
 
 impl Probe {
-    /// Reads the spare block. Was that quick, and are its bytes right?
+    /// Whether a read of the spare block was quick and returned the pattern.
     pub fn is_good(&self, disk: &Disk, reading: &Reading, spare: u64, context: IoContext<'_>) -> bool {
         let Ok(_one) = self.one.try_lock() else { return false };
         let begun = Instant::now();
-        // What was read before says nothing of now. If it is still under way, none is begun.
+        // An earlier read says nothing about now. While it is in flight, no other is begun.
         if !reading.drop_if_over(disk, spare) {
             return false;
         }
@@ -54,7 +54,7 @@ impl Probe {
         };
         match read() {
             Some(true) => begun.elapsed() <= BESIDE,
-            // It is a hole: at first, and after a recovery. A write that is late goes on; none is begun beside it.
+            // A hole: at first, and after a recovery. A late write stays in flight; no second one is begun.
             Some(false) if self.write(disk, spare) => read() == Some(true) && begun.elapsed() <= BESIDE,
             _ => false,
         }

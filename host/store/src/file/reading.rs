@@ -1,24 +1,24 @@
-//! Reads of blocks, and those that outlive the wait for them.
+//! Reads of blocks, including those that outlast the wait for them.
 //!
-//! Before: `blocks` wants pieces of the file. After: their bytes or errors, or some are late: those stay under way, and
-//! the next caller that asks for one of their blocks waits for the same read.
-//! Threads: any. A call's reads are on a ring that any thread may have: it is the thread's until one of them is late,
-//! and the store's after that, also if the thread ends. Nobody waits with the lock held.
-//! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
-//! Promise: while a read of a block is late, no second one of it begins. What is late is bounded, for a store and for
-//! the process, and beyond that nothing is begun. No memory is freed that the kernel may write to.
+//! Before: `blocks` wants pieces of the file. After: their bytes or errors. Late reads stay in flight, and the next
+//! call that wants one of their blocks waits for that read.
+//! Threads: any. The reads of a call are on a ring that any thread may use: it belongs to the thread until one of its
+//! reads is late, and then to the store, even if the thread ends. Nobody waits with the lock held. Units: a block is
+//! 4096 bytes; a piece is 1 to 64 consecutive blocks.
+//! Promise: while a read of a block is late, no second read of it begins. Late reads are bounded, per store and per
+//! process; beyond that none is begun. No memory is freed that the kernel may write to.
 //!
-//! | State of a block | Who has it | What ends it |
+//! | State of a block | Owner | How it ends |
 //! |---|---|---|
-//! | idle | nobody | a call begins a read of it: *read* |
-//! | read | the call, on its thread's ring | it is over, and none of the call is late: idle; else *late* or *kept* |
-//! | late | the store | it is over: *kept*; nobody wants its page any more: *unwanted* |
-//! | kept, bytes or an error | the store | a call that gets all it asked for, or the error, takes it: idle |
-//! | | | its page is freed, its bytes are wrong, nobody came, or there is no room: idle |
-//! | unwanted | the store; the block may be written and read meanwhile | it is over: idle |
+//! | idle | none | a call begins a read of it: *reading* |
+//! | reading | the call, on its thread's ring | it is done, and none of the call is late: idle; else *late* or *kept* |
+//! | late | the store | it is done: *kept*; its page is no longer wanted: *unwanted* |
+//! | kept (bytes or an error) | the store | a call that got all it wanted, or the error, takes it: idle |
+//! | | | its page was freed, its bytes are wrong, nobody asked, or there is no room: idle |
+//! | unwanted | the store; the block may be written and read again | it is done: idle |
 //!
-//! A call's pieces are kept until all of them are there, because a huge page needs all at once. A read that nobody asks
-//! about again is noticed to be over by any later call of the store while some are late.
+//! A call's pieces are kept until all are there, because a huge page needs all at once. Each later call of the store
+//! notes which late reads are done.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,44 +30,44 @@ use super::disk::{AT_ONCE, Disk, READ_TIMEOUT, Transfers};
 use super::errors::FailedRead;
 use crate::{PageBytes, Reader};
 
-/// Most late reads of a store before none is begun in the background, and for guests.
+/// Most late reads of a store with which it still begins reads, in the background and for guests.
 const MOST_BACKGROUND: usize = 64;
 const MOST: usize = 96;
-/// Late reads of all stores beyond which each may have 1 of this number of those: each has a ring, and so a descriptor.
-/// Stores whose disk answers need few.
+/// If all stores have this many late reads, each may only have 1/FEWER of the above: a late read may hold a ring, and
+/// so a descriptor. Stores with a healthy disk need few.
 const MANY: usize = 2048;
 const FEWER: usize = 6;
-/// Most blocks for whose bytes buffers are kept for who asks next: 16 MiB. Who comes after that takes the room of
-/// others, but a background reader only that of those who did not come for a while.
+/// Most blocks for which buffers are kept for the next call: 16 MiB. Beyond that, a call drops the oldest buffers; a
+/// background reader drops only those not asked for in A_WHILE.
 const MOST_KEPT: usize = 4096;
 const A_WHILE: Duration = Duration::from_secs(10);
-/// What nobody asked for in this time is not kept.
+/// A buffer not asked for in this time is dropped.
 const FORGOTTEN: Duration = Duration::from_secs(120);
-/// A pause where there is nothing to wait with.
+/// A sleep if there is nothing to wait for.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How many are late: of all stores, and of those that were closed.
+/// Late reads of all stores, including closed ones.
 static LATE_OF_ALL: AtomicUsize = AtomicUsize::new(0);
-/// Reads that are late of stores that were closed.
+/// Late reads of closed stores.
 static UNWANTED: Mutex<Vec<Batch>> = Mutex::new(Vec::new());
 static UNWANTED_COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// The result of a piece.
 #[derive(Debug)]
 pub(super) enum Came {
-    /// Its bytes were there: of a read that began in this call, or before.
-    Done { is_new: bool },
-    /// It is not over.
+    /// Its bytes, of a read that began in this call, or before.
+    Done {
+        is_new: bool,
+    },
     Late,
-    /// It was not begun: one before it is late, or too many are.
+    /// Not begun: an earlier one is late, or too many are.
     Unbegun,
-    /// The kernel returned this error for this block.
+    /// The error of its one block.
     Failed(io::Error, FailedRead),
-    /// It did for this piece, or one that this is of. Its blocks are to be read alone.
+    /// An error of several blocks, which must be read one by one.
     Unsure,
 }
 
-/// Blocks that were begun before, and whose bytes or errors nobody has taken.
+/// Blocks of an earlier read that nobody has taken.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Known {
     first: u64,
@@ -75,22 +75,21 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Is this block one of them?
     pub fn has(self, block: u64) -> bool {
         block.checked_sub(self.first).is_some_and(|at| at < 64 && self.wanted >> at & 1 == 1)
     }
 }
 
-/// The reads of a store that are late, and what is kept of others.
+/// The late reads of a store, and the reads that are kept.
 #[derive(Debug, Default)]
 pub(super) struct Reading {
     batches: Mutex<Vec<Batch>>,
-    /// Pieces in them: nearly always 0. And those of them that are late.
+    /// Pieces in the batches, nearly always 0; and those of them that are late.
     count: AtomicUsize,
     late: AtomicUsize,
 }
 
-/// Most late reads of a store before none is begun, if all stores have this many.
+/// Most late reads of a store, if all stores have `of_all`.
 fn most(reader: Reader, of_all: usize) -> usize {
     let most = if reader == Reader::Guest { MOST } else { MOST_BACKGROUND };
     if of_all < MANY { most } else { most / FEWER }
@@ -100,7 +99,7 @@ fn under_way(batches: &[Batch]) -> usize {
     batches.iter().flat_map(|batch| &batch.pieces).filter(|piece| piece.is_under_way()).count()
 }
 
-/// These blocks of those that are late or kept.
+/// The late or kept piece with these blocks.
 fn find(batches: &mut [Batch], blocks: (u64, usize)) -> Option<(&mut Batch, usize)> {
     let has = |batch: &Batch| batch.pieces.iter().position(|piece| piece.bits(blocks).is_some());
     batches.iter_mut().find_map(|batch| has(batch).map(|at| (batch, at)))
@@ -111,7 +110,7 @@ impl Reading {
         (self.count.load(Ordering::Acquire) > 0).then(|| self.batches.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Drops what nobody wants and is over. To be called after each change.
+    /// Drops pieces that are done and unwanted. Called after each change.
     fn settle(&self, batches: &mut Vec<Batch>, disk: Option<&Disk>) {
         let mut count = 0;
         batches.retain_mut(|batch| {
@@ -124,12 +123,12 @@ impl Reading {
         });
         self.count.store(count, Ordering::Release);
         let late = under_way(batches);
-        // The sum wraps around where there are fewer now.
+        // Wraps around if there are fewer now, and so does the sum.
         let more = late.wrapping_sub(self.late.swap(late, Ordering::AcqRel));
         LATE_OF_ALL.fetch_add(more, Ordering::AcqRel);
     }
 
-    /// Drops what nobody asked for in a while, also of a store that nobody reads.
+    /// Drops what was not asked for in a while, even in a store without reads.
     pub fn drop_forgotten(&self, disk: &Disk) {
         if let Some(mut batches) = self.lock() {
             self.settle(&mut batches, Some(disk));
@@ -137,7 +136,7 @@ impl Reading {
         release_unwanted();
     }
 
-    /// The blocks that are late or kept. A call has each of its pieces be wholly of one of these, or of none.
+    /// Late and kept blocks. A caller must split its pieces so that each lies in one of these, or in none.
     pub fn known(&self, disk: &Disk) -> Vec<Known> {
         let Some(mut batches) = self.lock() else { return Vec::new() };
         self.settle(&mut batches, Some(disk));
@@ -145,7 +144,7 @@ impl Reading {
         pieces.map(|piece| Known { first: piece.first, wanted: piece.wanted }).collect()
     }
 
-    /// May this number of reads begin?
+    /// Whether this many reads may begin. Makes room for them.
     fn may_begin(&self, disk: &Disk, more: usize, reader: Reader) -> bool {
         let Some(mut batches) = self.lock() else { return true };
         let now = Instant::now();
@@ -163,9 +162,9 @@ impl Reading {
         self.late.load(Ordering::Acquire) + more <= most(reader, LATE_OF_ALL.load(Ordering::Acquire))
     }
 
-    /// Reads pieces, and waits for them. One outcome each, in order; for each `Done` piece, `take` was called with its
-    /// index and its pages, and said whether they are right. `was_there` says whether other blocks could be read just
-    /// before this time.
+    /// Reads pieces, and waits for them. One outcome each, in order. For each `Done` piece, `take` was called with its
+    /// index and pages, and returned whether they are right. `was_there`: whether other blocks could be read just
+    /// before a time.
     pub fn read(
         &self,
         disk: &Disk,
@@ -175,7 +174,7 @@ impl Reading {
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
         let since = Instant::now();
-        // Its own must not make room for what it begins.
+        // Protects what this call wants from making room for its own reads.
         let ask = |(batch, _): (&mut Batch, usize)| batch.asked = since;
         let is_known = |piece| self.lock().is_some_and(|mut batches| find(&mut batches, piece).map(ask).is_some());
         let (known, new): (Vec<usize>, Vec<usize>) = (0..pieces.len()).partition(|at| is_known(pieces[*at]));
@@ -200,7 +199,7 @@ impl Reading {
             match begun {
                 Ok(mut batch) => {
                     for (index, at) in group.iter().enumerate() {
-                        // One is copied and checked while the device works on the others.
+                        // A piece is copied and checked while the device works on the others.
                         batch.wait_for(disk, index, wait);
                         let (piece, read) = ((*at, pieces[*at]), (true, batch.read()));
                         came[*at] = Self::came(&mut batch.pieces[index], piece, read, &mut take);
@@ -239,7 +238,7 @@ impl Reading {
         came
     }
 
-    /// The outcome of this piece, or of some blocks of it. An error is taken.
+    /// The outcome of this piece, or of some of its blocks. An error is taken.
     fn came(
         piece: &mut Piece,
         (at, blocks): (usize, (u64, usize)),
@@ -273,7 +272,7 @@ impl Reading {
     ) -> Came {
         let begun = Instant::now();
         let failed = || FailedRead { begun, over: Instant::now(), began_beside_good };
-        // One for which there is no memory now is tried again.
+        // No ring for lack of memory: the caller repeats the read later.
         if !matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) {
             return Came::Failed(io::Error::new(error.kind(), error.to_string()), failed());
         }
@@ -287,7 +286,7 @@ impl Reading {
         }
     }
 
-    /// Waits for pieces that were begun before. Returns whether some are late.
+    /// Waits for pieces of earlier reads. Returns whether some are late.
     fn take_known(
         &self,
         disk: &Disk,
@@ -299,7 +298,7 @@ impl Reading {
         let (since, mut is_first) = (Instant::now(), true);
         let mut batches = loop {
             let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
-            // Others' errors should not seem to have taken longer than they did.
+            // An error in another batch must not appear later than it came.
             batches.iter_mut().for_each(|batch| batch.reap(Some(disk)));
             let (mut watch, mut is_under_way) = (None, false);
             for (_, blocks) in pieces {
@@ -320,7 +319,7 @@ impl Reading {
             is_first = false;
             drop(batches);
             match watch {
-                // Another thread may be woken in this one's place.
+                // This wakeup may be meant for another thread, so the wait is short.
                 Some(watch) => watch.wait(left.min(READ_TIMEOUT)),
                 None => std::thread::sleep(left.min(PAUSE)),
             }
@@ -341,7 +340,7 @@ impl Reading {
         is_late
     }
 
-    /// Keeps what is late of a call, and what came beside it.
+    /// Keeps the late reads of a call, and the others of their batches.
     fn keep(&self, disk: &Disk, mut late: Vec<Batch>) {
         let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
         batches.append(&mut late);
@@ -350,7 +349,7 @@ impl Reading {
         release_unwanted();
     }
 
-    /// These blocks are not wanted any more: their bytes were taken, or their page was freed.
+    /// These blocks are no longer wanted: their bytes were taken, or their page was freed.
     pub fn forget(&self, disk: &Disk, blocks: (u64, usize)) {
         let Some(mut batches) = self.lock() else { return };
         let pieces = batches.iter_mut().flat_map(|batch| &mut batch.pieces);
@@ -362,12 +361,12 @@ impl Reading {
         self.settle(&mut batches, Some(disk));
     }
 
-    /// Is a read of this block late, or kept?
+    /// Whether a read of this block is late or kept.
     pub fn has(&self, block: u64) -> bool {
         self.lock().is_some_and(|mut batches| find(&mut batches, (block, 1)).is_some())
     }
 
-    /// If a read of this block is over, its bytes are not kept. Returns false if one is under way.
+    /// Drops the kept bytes of this block. Returns false if a read of it is in flight.
     pub fn drop_if_over(&self, disk: &Disk, block: u64) -> bool {
         let Some(mut batches) = self.lock() else { return true };
         self.settle(&mut batches, Some(disk));
@@ -381,7 +380,7 @@ impl Reading {
     }
 }
 
-/// Releases what is over of reads of stores that were closed.
+/// Releases those reads of closed stores that are done.
 pub(super) fn release_unwanted() {
     if UNWANTED_COUNT.load(Ordering::Acquire) == 0 {
         return;

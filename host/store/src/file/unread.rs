@@ -1,9 +1,9 @@
 //! Blocks that could not be read, or were late: how long to wait for them, and when their pages are given up.
 //!
-//! Before: a read failed, or was not over in time. After: the page is asked for again, or is lost.
-//! Threads: any; a lock is taken only while there are such blocks. Promise: a page is given up only if the device
-//! reported an error of the medium each time, for a while: where all paths to a disk are gone for some seconds, and at
-//! each read of a damaged sector, the error is the same. See `errors` for the rules.
+//! Before: a read failed, or was late. After: the page is read again, or is lost.
+//! Threads: any; takes a lock only while there are such blocks.
+//! Promise: a page is given up only if the device reported an error of the medium each time, for a while, because a
+//! disk whose paths are all gone for seconds reports the same error as a damaged sector. `errors` has the rules.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,16 +15,15 @@ use super::errors::{BESIDE, Device, Errors, FailedRead, QUICK, Verdict};
 use super::limits;
 use crate::{GetOutcome, Reader};
 
-/// Time between reads of a block that has failed often.
+/// Pause between reads of a block that has failed often.
 const REST: Duration = Duration::from_millis(100);
 
-/// How reads of a block went wrong since the last that did not.
+/// The failed and late reads of a block since its last good one.
 #[derive(Clone, Copy, Debug, Default)]
 struct Block {
     verdict: Verdict,
-    /// How often it was not over in time.
+    /// How often it was late.
     late: u8,
-    /// Its page was given up.
     is_lost: bool,
 }
 
@@ -32,7 +31,7 @@ struct Block {
 #[derive(Debug)]
 pub(super) struct Unread {
     blocks: Mutex<HashMap<u64, Block>>,
-    /// Their number: nearly always 0.
+    /// The number of blocks: nearly always 0.
     count: AtomicUsize,
     device: Mutex<Device>,
     /// How long the device must report errors before a page is given up.
@@ -52,7 +51,7 @@ impl Unread {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a read of this block went wrong.
+    /// Notes that a read of this block failed or was late.
     fn note<T>(&self, block: u64, note: impl FnOnce(&mut Block) -> T) -> T {
         let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
         let noted = note(blocks.entry(block).or_default());
@@ -60,13 +59,12 @@ impl Unread {
         noted
     }
 
-    /// A read of this block was not over in time.
     pub fn late(&self, block: u64) {
         self.note(block, |of| of.late = of.late.saturating_add(1));
     }
 
-    /// The outcome of a get whose read failed. For a background reader, `probe` reads another block, and says whether
-    /// that went well and quickly.
+    /// The outcome of a get whose read failed. For a background reader, `probe` reads another block, and returns
+    /// whether that succeeded quickly.
     pub fn failed(
         &self,
         block: u64,
@@ -78,11 +76,11 @@ impl Unread {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
-        // Of one that was kept until now, a probe says nothing.
+        // A probe now says nothing about the disk at the time of an older error.
         let is_new = read.over.elapsed() <= BESIDE;
         let is_gone = {
             let mut device = self.device();
-            // What was before is over: every block could be read.
+            // Older errors are void: since then, every block could be read.
             if self.count.load(Ordering::Acquire) == 0 {
                 device.errors = Errors::default();
             }
@@ -91,7 +89,7 @@ impl Unread {
         };
         let is_lost = match reader {
             Reader::Background => {
-                // It must be noted that the block fails before another one is read.
+                // Another read may only count as good beside this error if this block is noted first.
                 self.note(block, |_| ());
                 let is_beside_good = probe() && is_new && read.began_beside_good;
                 let sure = (is_beside_good, is_gone);
@@ -106,7 +104,7 @@ impl Unread {
         GetOutcome::Corrupt
     }
 
-    /// Must this block not be read now, because it failed often and a moment ago?
+    /// Whether this block must not be read now, because it failed often and just before.
     pub fn is_to_rest(&self, block: u64, reader: Reader) -> bool {
         let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
         verdict.is_some_and(|of| {
@@ -115,24 +113,24 @@ impl Unread {
         })
     }
 
-    /// Has a read of this block failed?
+    /// Whether a read of this block has failed.
     pub fn has_failed(&self, block: u64) -> bool {
         let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
         verdict.is_some_and(|of| of.guests.count > 0 || of.background.count > 0)
     }
 
-    /// Could other blocks be read just before this time? While every block can be read, nobody looks.
+    /// Whether other blocks could be read just before this time. Only noted while some block cannot be read.
     pub fn was_there(&self, at: Instant) -> bool {
         self.device().was_there(at)
     }
 
-    /// Would an error of a read that begins now count? See `errors`.
+    /// Whether an error of a read that begins now would count (see `errors`).
     pub fn was_read_just_now(&self) -> bool {
-        // Some time for the read to begin.
+        // Allows some time until the read begins.
         self.was_there(Instant::now() + REST / 2)
     }
 
-    /// How often the block of these that was late most often was late.
+    /// The largest number of late reads of one of these blocks.
     pub fn most_late(&self, these: impl Iterator<Item = u64>) -> u8 {
         let Some(blocks) = self.blocks() else { return 0 };
         these.filter_map(|block| blocks.get(&block)).map(|of| of.late).max().unwrap_or(0)
@@ -145,7 +143,7 @@ impl Unread {
         }
     }
 
-    /// A read of this block brought bytes, or nobody wants its page. Returns true if that was given up.
+    /// A read of this block brought bytes, or its page is not wanted. Returns true if the page was given up.
     pub fn forget(&self, block: u64) -> bool {
         let Some(mut blocks) = self.blocks() else { return false };
         let was = blocks.remove(&block);
@@ -161,7 +159,7 @@ mod tests {
 
     const LASTS: Duration = Duration::from_secs(10);
 
-    /// Background reads that begin now and fail at once, beside one of another block that goes well or not.
+    /// Background reads that begin now and fail at once, while another block can be read, or not.
     fn fail_beside(unread: &Unread, times: u8, is_good: bool) -> GetOutcome {
         fail_for(unread, times, (Reader::Background, is_good))
     }
@@ -181,7 +179,7 @@ mod tests {
         (0..times).map(|_| unread.failed(1, &eio, read(), reader, probe)).last().expect("some")
     }
 
-    /// The same for a guest's thread, beside none.
+    /// Reads for a guest's thread that fail, without a read of another block.
     fn fail(unread: &Unread, times: u8) -> GetOutcome {
         fail_for(unread, times, (Reader::Guest, false))
     }
@@ -194,7 +192,7 @@ mod tests {
         Some(Instant::now().checked_sub(time).expect("the machine is up for longer"))
     }
 
-    /// The errors have lasted this long, and nobody has read the block for that long.
+    /// As if the errors had lasted for `lasted`, and nobody had read the block for `unseen`.
     fn set(unread: &Unread, lasted: Duration, unseen: Duration) {
         let set = |errors: &mut Errors| {
             if errors.count > 0 {
@@ -205,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn only_errors_without_a_good_read_for_long_enough_give_a_page_up() {
+    fn a_page_is_given_up_only_after_enough_errors_over_a_long_enough_time() {
         let unread = Unread::new(LASTS);
         assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
         set(&unread, LASTS, REST);
@@ -239,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_background_no_error_counts_that_no_good_read_came_before() {
+    fn in_the_background_an_error_without_a_good_read_before_it_does_not_count() {
         let unread = Unread::new(Duration::ZERO);
         for _ in 0..3 * QUICK {
             assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Busy, "the device has come back just now");
@@ -250,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outage_and_another_one_after_a_time_in_which_nobody_read_are_no_device_that_is_gone_for_long() {
+    fn two_outages_with_a_time_without_reads_between_them_are_not_one_long_outage() {
         let unread = Unread::new(Duration::ZERO);
         for _ in 0..20 {
             assert_eq!(fail_beside(&unread, QUICK, false), GetOutcome::Busy);
@@ -261,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_background_no_error_counts_that_was_kept_while_the_device_came_back() {
+    fn in_the_background_an_error_kept_until_the_device_works_again_does_not_count() {
         let unread = Unread::new(Duration::ZERO);
         let over = long_ago(2 * BESIDE).expect("a time");
         let kept = FailedRead { begun: over, over, began_beside_good: true };
@@ -274,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_background_readers_are_none_of_the_guests_and_the_reverse() {
+    fn errors_of_background_readers_do_not_count_for_guests_nor_the_reverse() {
         let unread = Unread::new(Duration::ZERO);
         let restore = |times| {
             unread.read();
@@ -288,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_is_read_rarely_is_given_up_after_some_more_errors_and_never_after_one() {
+    fn a_block_that_is_read_rarely_is_given_up_after_more_errors_but_never_after_one() {
         let unread = Unread::new(LASTS);
         let (rarely, mut errors) = (9 * REST.max(Duration::from_secs(1)), 0);
         while fail(&unread, 1) == GetOutcome::Busy {

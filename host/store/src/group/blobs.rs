@@ -1,9 +1,10 @@
-//! The blobs of a group, and its members, in one engine.
+//! The blobs and the members of a group, in one engine.
 //!
-//! Before: `group` has a page of a member, or a member that comes or goes. After: the page is a blob with one more
-//! reference, or a reference fewer; blobs without references are freed when the head of `group.rs` says so.
-//! Threads: any; look-ups hold a lock for a moment, and nothing is compressed or compared under a lock.
-//! Units: one object is one page. Promise: a blob stays as long as a word of any member may name it.
+//! Before: `group` has a page of a member, or a member that joins or leaves. After: the page is a blob with one more
+//! reference, or one less; blobs without references are freed when the head of `group.rs` says so.
+//! Threads: any; look-ups hold a lock briefly, and nothing is compressed or compared under a lock. Units: one object is
+//! one page.
+//! Promise: a blob stays as long as a word of any member may name it.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,13 +24,13 @@ use crate::codec;
 use crate::ram::{RamOptions, RamStore};
 use crate::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 
-/// Time between checks which of the missing members are gone.
+/// Time between two checks whether missing members are gone.
 const ASK_EVERY: Duration = Duration::from_secs(1);
-/// Another engine lays out a new arena, or sweeps one, within this; else it was killed and has not ended yet.
+/// Another engine formats a new arena, or sweeps one, in less than this; otherwise it was killed and has not ended yet.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
-/// References that a thread takes or drops before one that is to have the arena alone gets its turn: as long as that
-/// one waits, so do the puts and frees of all members.
+/// References that a thread takes or drops before it lets a sweep have its turn: while a sweep waits, so do the puts
+/// and frees of all members.
 const PIECE: usize = 1024;
 
 /// The contents of a group.
@@ -37,13 +38,13 @@ const PIECE: usize = 1024;
 pub struct GroupUsage {
     /// Pages of all members here that name a blob.
     pub references: u64,
-    /// Blobs.
+    /// Number of blobs.
     pub blobs: u64,
-    /// Memory they occupy, in slabs.
+    /// Memory of the blobs, in slabs.
     pub bytes: u64,
-    /// Puts that found an equal page, since this engine began.
+    /// Puts that found an equal page, since this engine started.
     pub equal_puts: u64,
-    /// Members whose words are yet to be read: until then nothing is freed.
+    /// Members whose words were not read yet: until then nothing is freed.
     pub missing: u64,
 }
 
@@ -53,10 +54,10 @@ pub struct Group {
     pub(super) ram: RamStore,
     /// The key under which all its blobs are sealed.
     pub(super) key: PageKey,
-    /// An opening of its own, which announces no member.
+    /// A separate open file description, whose locks mark no member as present.
     file: OwnedFd,
     pub(super) index: Mutex<Index>,
-    /// Held by threads that take or free slots, or return memory; exclusively for a sweep.
+    /// Shared by threads that take or free slots, or return memory; exclusive for a sweep.
     using: RwLock<()>,
     references: AtomicU64,
     equal_puts: AtomicU64,
@@ -68,15 +69,15 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Group {
-    /// The group of this arena, whose members are yet to come. A file without a layout becomes an empty arena.
+    /// The group of this arena, without its members yet. A file without a layout becomes an empty arena.
     ///
     /// # Errors
-    /// It is no such arena, or has a layout that this program cannot read. `WouldBlock`: an engine that was killed has
-    /// it for itself still; later it can be opened.
+    /// It is not a group's arena, or has a layout that this program cannot read. `WouldBlock`: a killed engine still
+    /// has it exclusively; try again later.
     pub fn open(arena: impl AsFd, options: RamOptions) -> io::Result<Arc<Self>> {
         let reopen = || memfd::reopen(arena.as_fd(), true);
         let (fd, file) = (reopen()?, reopen()?);
-        // Another engine may find it new as well: the one that is alone lays it out.
+        // Another engine may also find it new: the one that has it exclusively formats it.
         let begun = Instant::now();
         while ballast_handover::arena::is_new(&fd)? {
             if presence::alone(&file, ENGINES)? {
@@ -86,7 +87,7 @@ impl Group {
                 break;
             }
             if begun.elapsed() > LEFT_WITHIN {
-                // `WouldBlock` if it was killed while it laid the arena out.
+                // `WouldBlock` if that engine was killed while it formatted the arena.
                 presence::announce(&file, ENGINES)?;
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "a process that has a group's new arena keeps it"));
             }
@@ -94,13 +95,13 @@ impl Group {
         }
         let id = memfd::file_id(&fd)?;
         let opened = Arena::open(&arena::GROUP, fd)?;
-        // If the members are unknown, nothing that they may name is freed any more.
+        // If the list of members is lost, nothing that they may name is ever freed.
         let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
         let index = Index { missing: words.collect(), unswept: true, ..Index::default() };
         let mut seed = [0; 16];
         let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
         seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
-        // Waits for an engine that sweeps, which takes milliseconds.
+        // Waits for an engine that sweeps, for milliseconds.
         presence::announce_within(&file, ENGINES, LEFT_WITHIN)?;
         Ok(Arc::new(Self {
             key: RegionKey { vm: VmId(seed), number: u32::MAX }.page(PageIdx(0)),
@@ -113,7 +114,7 @@ impl Group {
         }))
     }
 
-    /// Another engine has, or is to have, a member that was here: see the head of `group.rs`.
+    /// Another engine has, or will have, a member that was here: see the head of `group.rs`.
     pub(super) fn part(&self, vm: VmId) {
         let mut index = lock(&self.index);
         index.missing.insert(word_of(vm));
@@ -121,7 +122,7 @@ impl Group {
         index.unswept = true;
     }
 
-    /// Its contents.
+    /// The contents now.
     pub fn usage(&self) -> GroupUsage {
         let detail = self.ram.usage_detail();
         GroupUsage {
@@ -133,18 +134,18 @@ impl Group {
         }
     }
 
-    /// Losses of its arena not yet returned, in words.
+    /// Texts of the losses of its arena not returned before.
     pub fn losses(&self) -> Vec<String> {
         self.ram.losses().0
     }
 
-    /// Check its counts. Only meaningful while it is not used and no member is missing.
+    /// Checks the counts, while nobody uses the group and no member is missing.
     ///
     /// # Errors
-    /// The first contradiction found.
+    /// The first contradiction.
     pub fn validate(&self) -> Result<(), crate::Inconsistent> {
         self.ram.validate()?;
-        // A member's lock comes before the index's.
+        // A member's lock is taken before the index's.
         let members: Vec<_> = lock(&self.index).members.values().cloned().collect();
         let named: usize = members.iter().map(|pages| lock(pages).len()).sum();
         let index = lock(&self.index);
@@ -163,7 +164,7 @@ impl Group {
         self.using.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `each` for all of these while slots may be used, a piece at a time.
+    /// Calls `each` for all of these, under the shared lock, a piece at a time.
     pub(super) fn in_pieces<T>(&self, all: impl Iterator<Item = T>, mut each: impl FnMut(T)) {
         let mut all = all.peekable();
         while all.peek().is_some() {
@@ -172,7 +173,7 @@ impl Group {
         }
     }
 
-    /// Store a page, or add a reference of a blob that has its bytes.
+    /// Stores a page, or adds a reference to a blob with its bytes.
     pub(super) fn put(&self, bytes: &PageBytes) -> PutOutcome {
         let _using = self.using();
         let checksum = codec::checksum(self.key, bytes);
@@ -180,7 +181,7 @@ impl Group {
             let mut index = lock(&self.index);
             let alone = index.parted.is_empty();
             let known = index.by_content.get_mut(&checksum).filter(|blob| alone && blob.references < u32::MAX);
-            // From here on the blob stays, whatever else names it.
+            // From now on the blob stays, even if every other reference is dropped.
             known.map(|blob| {
                 blob.references += 1;
                 blob.handle
@@ -203,11 +204,11 @@ impl Group {
         outcome
     }
 
-    /// One page fewer names a blob. Called while slots may be freed.
+    /// Drops a reference. The caller holds the shared lock.
     pub(super) fn drop_reference(&self, handle: Handle) {
         let freed = {
             let mut index = lock(&self.index);
-            // A blob with a damaged header is not found: its references stay, and so does its slot.
+            // A blob with a damaged header is not found: its references and its slot stay.
             let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
             let Some(references) = index.references(handle, checksum) else { return };
             *references = references.saturating_sub(1);
@@ -223,9 +224,8 @@ impl Group {
         }
     }
 
-    /// A member's pages name exactly these from now on. Returns how many there are, and how many of them do not exist.
-    /// A sweep between two pieces frees none of them: the member is missing until the end, or what it named before is
-    /// not dropped yet.
+    /// Sets the references of a member. Returns their number, and how many more name no blob. A sweep between two
+    /// pieces frees none of them: the member is missing until the end, or its former references are not dropped yet.
     pub(super) fn recover(
         &self,
         vm: VmId,
@@ -244,7 +244,7 @@ impl Group {
                 None => missing += 1,
             }
         });
-        // Members that went to the other engine may name the blobs that this one no longer names.
+        // Members that moved to the other engine may name the blobs that this one no longer names.
         self.find_missing_members(&mut lock(&self.index));
         let before = std::mem::replace(&mut *lock(pages), named);
         self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
@@ -253,11 +253,11 @@ impl Group {
         (lock(pages).len() as u64, missing)
     }
 
-    /// A member's pages name these at most; another engine has it, too.
+    /// Sets the references of a member that another engine has, too: its words name at most these.
     pub(super) fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         let before = std::mem::take(&mut *lock(pages));
         self.in_pieces(live, |(key, handle)| {
-            // The other engine freed the missing ones before it gave up any member.
+            // The other engine freed the others before it gave up any member.
             let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
             lock(&self.index).add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
@@ -266,7 +266,7 @@ impl Group {
         self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
     }
 
-    /// A member is here alone. Its pages name exactly these, except what is freed at this moment.
+    /// This engine alone has a member now. Its words name exactly these, except for pages being freed.
     pub(super) fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
         let gone = lock(pages).not_in(live);
         self.in_pieces(gone.into_iter(), |(page, handle)| {
@@ -282,17 +282,17 @@ impl Group {
         self.sweep();
     }
 
-    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later.
+    /// Frees blobs that no word names, if no member is missing and no other engine has the arena; else later.
     fn sweep(&self) {
-        // While a thread waits for the arena, all puts and frees wait for it.
+        // While a thread waits for the exclusive lock, all puts and frees wait for it.
         if lock(&self.index).missing.is_empty() {
             self.sweep_alone();
-            // Nothing waits for the memory to be returned.
+            // No caller waits, so the memory is returned at once.
             self.tidy();
         }
     }
 
-    /// One thread at a time, because it lets other engines open the arena again when it is done.
+    /// The lock admits one thread of this engine at a time: at the end, other engines may open the arena again.
     fn sweep_alone(&self) {
         let _alone_here = self.using.write().unwrap_or_else(PoisonError::into_inner);
         if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
@@ -311,7 +311,7 @@ impl Group {
         self.ram.sweep_and_punch(live, true);
     }
 
-    /// Members that came to another engine are missing here.
+    /// Adds the members that joined another engine to those missing here.
     fn find_missing_members(&self, index: &mut Index) {
         let here: Vec<u64> = index.members.keys().map(|vm| word_of(*vm)).collect();
         let words = self.ram.arena().members().iter().map(|word| word.load(Relaxed));
@@ -319,7 +319,7 @@ impl Group {
         index.unswept |= !index.missing.is_empty();
     }
 
-    /// Find out which of the missing members are gone.
+    /// Checks which of the missing members are gone.
     pub(super) fn ask(&self) {
         let mut index = lock(&self.index);
         let now = Instant::now();
@@ -327,7 +327,7 @@ impl Group {
             return;
         }
         index.asked = Some(now);
-        // If the check fails, the member counts as alive.
+        // If the check fails, the member counts as existing.
         let is_there = |word: &u64| *word == UNKNOWN_MEMBER || presence::is_present(&self.file, *word).unwrap_or(true);
         let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
         for word in &gone {
@@ -342,8 +342,8 @@ impl Group {
         }
     }
 
-    /// Return memory of emptied slabs to the host, unless a sweep does: it frees such slabs itself, and they may have
-    /// blobs again when a thread that was about to punch them goes on.
+    /// Returns the memory of emptied slabs to the host, except during a sweep: it frees them itself, and they may have
+    /// blobs again before this thread would punch them.
     pub(super) fn tidy(&self) {
         let using = self.using.try_read();
         if !matches!(using, Err(TryLockError::WouldBlock)) {
@@ -351,7 +351,7 @@ impl Group {
         }
     }
 
-    /// It is no member any more.
+    /// Removes a member's word.
     pub(super) fn strike(&self, word: u64) {
         let arena = self.ram.arena();
         for at in 0..arena.members().len() {
@@ -360,7 +360,7 @@ impl Group {
     }
 }
 
-/// Lets other engines open the arena again when it is dropped, also by a panic.
+/// Lets other engines open the arena again when dropped, even by a panic.
 struct Shares<'a>(&'a OwnedFd);
 
 impl Drop for Shares<'_> {

@@ -14,9 +14,12 @@ use super::found::Pin;
 use super::program::CHUNK;
 use crate::{Mapping, memfd};
 
+/// A check, and whether it is to check large folios.
+pub(super) type Tested<'a> = (&'a Check, &'a Drain, bool);
+
 /// Check again until the result is as expected: the kernel itself holds pages for a moment.
 pub(super) fn expect(
-    (check, drain, knows_large): (&Check, &Drain, bool),
+    by: Tested<'_>,
     what: &str,
     file: impl AsFd + Copy,
     pages: &[u64],
@@ -25,11 +28,11 @@ pub(super) fn expect(
     const TRIES: u32 = 50;
     let mut pins = Vec::new();
     for _ in 0..TRIES {
-        pins = check.pins(file, pages, knows_large).map_err(|error| error.to_string())?;
+        pins = by.0.pins(file, pages, by.2).map_err(|error| error.to_string())?;
         if expected(&pins) {
             return Ok(());
         }
-        drain.drain();
+        by.1.drain();
     }
     Err(format!("{what}: {pins:?}"))
 }

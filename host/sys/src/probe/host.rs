@@ -6,9 +6,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use crate::meminfo;
-
-use super::finding::{Finding, Presence, no, refused, unknown, warn, yes};
+use super::finding::{Finding, Presence, no, refused, unknown, yes};
 
 /// The kernel's release, such as `6.12.9`.
 pub fn kernel_release() -> String {
@@ -37,28 +35,6 @@ pub(super) fn readable(path: &str) -> Finding {
     }
 }
 
-/// DAMON's sysfs interface, and whether a scheme pages out memory already: it would page out guest RAM as well.
-pub(super) fn damon() -> Finding {
-    const THREADS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
-    let Ok(threads) = fs::read_dir(THREADS) else { return no("DAMON's sysfs interface is not there") };
-    let is = |path: std::path::PathBuf, value: &str| fs::read_to_string(path).is_ok_and(|text| text.trim() == value);
-    let in_use = threads.flatten().map(|entry| entry.path()).filter(|path| is(path.join("state"), "on"));
-    let actions: Vec<bool> = in_use.map(|path| is(path.join("contexts/0/schemes/0/action"), "pageout")).collect();
-    match (actions.is_empty(), actions.contains(&true)) {
-        (true, _) => yes(""),
-        (false, true) => warn("in use: it pages out cold memory of this host, guest RAM as well"),
-        (false, false) => yes("in use by another program"),
-    }
-}
-
-pub(super) fn setting(path: &str) -> Finding {
-    match fs::read_to_string(path) {
-        Ok(value) if value.trim() == "0" => no("0"),
-        Ok(value) => yes(value.trim()),
-        Err(error) => refused(path, &error),
-    }
-}
-
 pub(super) fn kvm() -> Finding {
     let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let hardware = ["vmx", "svm"].into_iter().find(|flag| flags.split_ascii_whitespace().any(|word| word == *flag));
@@ -80,14 +56,6 @@ pub(super) fn cgroup() -> Finding {
         Ok(text) if text.lines().any(|line| line.contains(":memory:")) => no("version 1"),
         Ok(_) => unknown("no memory controller is mounted"),
         Err(error) => refused("/proc/self/cgroup", &error),
-    }
-}
-
-pub(super) fn huge_pool() -> Finding {
-    match meminfo::number("HugePages_Total") {
-        Some(0) => no("no huge pages are reserved"),
-        Some(pages) => yes(format!("{pages} pages, {} free", meminfo::number("HugePages_Free").unwrap_or(0))),
-        None => no("the kernel has no hugetlb"),
     }
 }
 

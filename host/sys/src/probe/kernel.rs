@@ -26,43 +26,11 @@ pub(super) fn userfaultfd(offered: &io::Result<u64>) -> Finding {
     }
 }
 
-pub(super) fn memfd_create() -> Finding {
-    match memfd::create("ballast-probe", Bytes(PAGE_SIZE as u64)) {
-        Ok(_) => yes(""),
-        Err(error) => refused("memfd_create", &error),
-    }
-}
-
 /// A memfd of one page that is present.
 fn one_page() -> io::Result<OwnedFd> {
     let fd = memfd::create("ballast-probe", Bytes(PAGE_SIZE as u64))?;
     Mapping::shared(&fd, 0, PAGE_SIZE)?.copy_in(0, &[1]);
     Ok(fd)
-}
-
-pub(super) fn punch() -> Finding {
-    let tried = one_page().and_then(|fd| {
-        memfd::punch(&fd, 0, PAGE_SIZE as u64)?;
-        memfd::resident(&fd)
-    });
-    match tried {
-        Ok(left) if left.0 == 0 => yes(""),
-        Ok(left) => no(format!("{} pages stayed", left.0)),
-        Err(error) => refused("fallocate", &error),
-    }
-}
-
-pub(super) fn seek_data() -> Finding {
-    let tried = one_page().and_then(|fd| {
-        let before = memfd::is_present(&fd, 0)?;
-        memfd::punch(&fd, 0, PAGE_SIZE as u64)?;
-        Ok((before, memfd::is_present(&fd, 0)?))
-    });
-    match tried {
-        Ok((true, false)) => yes(""),
-        Ok(answers) => no(format!("returned {answers:?} for a page and a hole")),
-        Err(error) => refused("lseek", &error),
-    }
 }
 
 /// Zap a present page under userfaultfd and map it again as the handler of a minor fault would.
@@ -125,13 +93,6 @@ impl HugeSpot {
     }
 }
 
-pub(super) fn collapse() -> Finding {
-    match HugeSpot::new().and_then(|spot| spot.collapse()) {
-        Ok(()) => yes(""),
-        Err(error) => refused("madvise", &error),
-    }
-}
-
 /// The kernel must not collapse a range with holes that is registered for missing faults: a hole may be a far page.
 pub(super) fn collapse_spares_holes() -> Finding {
     let tried = || -> io::Result<(io::Result<()>, u64)> {
@@ -163,20 +124,6 @@ pub(super) fn process_collapse() -> Finding {
     }
 }
 
-pub(super) fn pidfd() -> Finding {
-    match rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()) {
-        Ok(_) => yes(""),
-        Err(error) => refused("pidfd_open", &error.into()),
-    }
-}
-
-pub(super) fn pagemap() -> Finding {
-    match fs::File::open("/proc/self/pagemap") {
-        Ok(_) => yes(""),
-        Err(error) => refused("/proc/self/pagemap", &error),
-    }
-}
-
 pub(super) fn pagemap_scan() -> Finding {
     let tried = || -> io::Result<bool> {
         let fd = memfd::create("ballast-probe", Bytes(4 * PAGE_SIZE as u64))?;
@@ -196,21 +143,12 @@ pub(super) fn pagemap_scan() -> Finding {
 }
 
 pub(super) fn io_uring() -> Finding {
-    const PARAMS_BYTES: usize = 120;
-    let mut params = [0u64; PARAMS_BYTES / 8];
-    // SAFETY: `params` is alive, exclusively ours, zeroed as required and exactly as long as `struct io_uring_params`.
-    let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1u32, params.as_mut_ptr()) };
-    if fd < 0 {
-        let error = io::Error::last_os_error();
-        let hint = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
-        return match hint.trim() {
-            "1" | "2" => no(format!("kernel.io_uring_disabled={}", hint.trim())),
-            _ => refused("io_uring_setup", &error),
-        };
+    let Err(error) = io_uring::IoUring::new(1) else { return yes("") };
+    let hint = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    match hint.trim() {
+        hint @ ("1" | "2") => no(format!("kernel.io_uring_disabled={hint}")),
+        _ => refused("io_uring_setup", &error),
     }
-    // SAFETY: the kernel just gave us this descriptor and no other code has it; descriptors fit an int.
-    unsafe { libc::close(fd as i32) };
-    yes("")
 }
 
 pub(super) fn pin_check() -> Finding {

@@ -8,10 +8,9 @@
 use anyhow::{Result, bail};
 
 use super::levels::{Alone, eight, levels_of, measure, report};
-use super::setup::{POLICY, Scale};
+use super::setup::{POLICY, Scale, Side};
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::sweep::Side;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     if let Err(why) = &bench.kernel {

@@ -25,9 +25,9 @@ use ballast_sys::memfd;
 use ballast_testvm::{Spec, Workload};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use super::setup::Side;
+use crate::order::{Answer, Backing, Order, Role, WorkloadConfig};
 use crate::rig::Bench;
-use crate::sweep::Side;
 use crate::worker::Worker;
 use crate::{adopt, cgroup, cpu, swaps};
 
@@ -108,7 +108,7 @@ impl Cast {
     /// Start all VMs and have them fill their memory.
     pub fn start(bench: &mut Bench, side: Side, specs: &[Spec]) -> Result<Self> {
         let cgroup = if side == Side::Kernel { bench.guard.cgroup()? } else { PathBuf::new() };
-        let kvm = bench.options.is(GuestKind::Kvm);
+        let kind = bench.options.guest;
         let vmm = if side == Side::Adopted { Some(adopt::vmm(bench)?) } else { None };
         let mut workers = Vec::new();
         for spec in specs {
@@ -121,7 +121,7 @@ impl Cast {
                     Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() }
                 }
             };
-            let role = Role::Workload(WorkloadConfig { spec: spec.clone(), kvm, backing });
+            let role = Role::Workload(WorkloadConfig { spec: spec.clone(), kind, backing });
             let mut worker = vmm.as_ref().map_or_else(|| Worker::start(&role), |vmm| Worker::start_as(vmm, &role))?;
             if side == Side::Ballast {
                 worker.ask(&Order::Attach)?;
@@ -220,14 +220,7 @@ impl Cast {
     /// Let all VMs together have this much, which a policy divides.
     fn hold_to(&self, bench: &Bench, policy: Kind, bytes: Option<u64>) -> Result<()> {
         if self.side != Side::Kernel {
-            let biggest = self.vms.iter().map(|vm| vm.spec.ram.0).max().unwrap_or(0);
-            let patch = PolicyPatch {
-                policy: Some(policy),
-                budget_bytes: Some(bytes),
-                // The default suits VMs of some GiB.
-                watermark_bytes: Some(biggest / 32),
-                ..PolicyPatch::default()
-            };
+            let patch = PolicyPatch { policy: Some(policy), budget_bytes: Some(bytes), ..PolicyPatch::default() };
             bench.daemon.api().patch_policy(&patch)?;
             return Ok(());
         }

@@ -8,16 +8,15 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use ballast_testvm::{Spec, Workload};
 
 use super::cast::{Cast, spec};
-use super::setup::{POLICY, Scale, both_sides};
+use super::setup::{POLICY, Scale, Side};
 use crate::order::{Answer, Order};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::stats::median;
-use crate::sweep::Side;
 
 /// Rounds of computing before an operation: 3 us, and 100 ms.
 const BUSY: u64 = 1000;
@@ -39,20 +38,31 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         specs.push(hotset);
     }
     specs[0].think = BUSY;
-    both_sides(bench, &mut row, "converge_s", |bench, row, side, prefix| {
-        let jumps = jumps(bench, side, &specs, scale)?;
-        let of = |figure: fn(&Jump) -> f64| jumps.iter().map(figure).collect::<Vec<_>>();
-        row.figure(&format!("{prefix}converge_s"), &of(|jump| jump.converge_s));
-        row.figure(&format!("{prefix}steady_slowdown"), &of(|jump| jump.steady_slowdown));
-        let others: Vec<f64> = jumps.iter().flat_map(|jump| jump.others_slowdown.iter().copied()).collect();
-        row.figure(&format!("{prefix}others_slowdown"), &others);
-        if side == Side::Ballast {
-            row.figure("memory_s", &of(|jump| jump.memory_s));
-            row.figure("limit_changes_per_min", &of(|jump| jump.changes_per_min));
-        }
-        Ok(())
-    })?;
+    figures(bench, &mut row, Side::Ballast, "", &specs, scale)?;
+    let kernel = match bench.kernel.clone() {
+        Ok(_) => figures(bench, &mut row, Side::Kernel, "kernel_", &specs, scale),
+        Err(why) => Err(anyhow!("{why}")),
+    };
+    // The kernel may end a VM.
+    if let Err(error) = kernel {
+        row.because(&format!("the kernel: {error:#}"));
+        row.figure("kernel_converge_s", &[]);
+    }
     each(row)
+}
+
+fn figures(bench: &mut Bench, row: &mut Row, side: Side, prefix: &str, specs: &[Spec], scale: Scale) -> Result<()> {
+    let jumps = jumps(bench, side, specs, scale)?;
+    let of = |figure: fn(&Jump) -> f64| jumps.iter().map(figure).collect::<Vec<_>>();
+    row.figure(&format!("{prefix}converge_s"), &of(|jump| jump.converge_s));
+    row.figure(&format!("{prefix}steady_slowdown"), &of(|jump| jump.steady_slowdown));
+    let others: Vec<f64> = jumps.iter().flat_map(|jump| jump.others_slowdown.iter().copied()).collect();
+    row.figure(&format!("{prefix}others_slowdown"), &others);
+    if side == Side::Ballast {
+        row.figure("memory_s", &of(|jump| jump.memory_s));
+        row.figure("limit_changes_per_min", &of(|jump| jump.changes_per_min));
+    }
+    Ok(())
 }
 
 struct Jump {

@@ -11,11 +11,10 @@ use ballast_policy::Kind;
 use serde_json::json;
 
 use super::cast::{Cast, Window, spec, word};
-use super::setup::{CAST, POLICY, Scale};
+use super::setup::{CAST, POLICY, Scale, Side};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::stats::median;
-use crate::sweep::Side;
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];

@@ -1,8 +1,7 @@
 //! Many VMs in less memory than they want: Ballast's policies against the kernel, which balances one memory cgroup.
 //!
-//! Before: Maestro's experiment and Blowfish's (5.2) are scaled to this machine. After: rows have the slowdown of VMs
-//! at each level of memory and in pairs, the time until a VM whose demand jumps has its memory, and the memory that can
-//! be taken for 5 %.
+//! Before: Maestro's experiment, scaled to this machine. After: rows have the slowdown of VMs at each level of memory,
+//! and the time until a VM whose demand jumps has its memory.
 //! Threads: the caller's. Units: a slowdown is operations per second without pressure over those with it, of the same
 //! VM among the same others, so the number of VMs that share a CPU cancels out.
 //! Promise: the sides take turns at each level and never run at once. The memory of VMs is sampled while they run; the
@@ -12,33 +11,20 @@ mod adopted;
 mod cast;
 mod converge;
 mod levels;
-mod pairs;
-mod ratio;
 mod setup;
-mod stages;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use self::setup::Scale;
 use crate::options::Part;
-use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if bench.options.is(GuestKind::Qemu) {
-        bail!("this bench has native and KVM guests alone");
-    }
     let scale = Scale::of(bench);
     type Run = fn(&mut Bench, Scale, &mut dyn FnMut(Row) -> Result<()>) -> Result<()>;
-    let parts: [(Part, Run); 6] = [
-        (Part::Levels, levels::run),
-        (Part::Adopted, adopted::run),
-        (Part::Jump, converge::run),
-        (Part::Pairs, pairs::run),
-        (Part::Stages, stages::run),
-        (Part::Memory, ratio::run),
-    ];
+    let parts: [(Part, Run); 3] =
+        [(Part::Levels, levels::run), (Part::Adopted, adopted::run), (Part::Jump, converge::run)];
     let only = bench.options.part;
     parts
         .iter()

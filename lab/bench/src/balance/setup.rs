@@ -1,19 +1,26 @@
 //! The common parts of this bench: workloads, policy, sizes and times.
 //!
 //! Before: `mod` knows which part runs. After: a part starts its VMs.
-//! Threads: the caller's. Units: bytes, time. Promise: Ballast is measured before the kernel, whose failure is a reason
-//! in the row and not an error.
+//! Threads: the caller's. Units: bytes, time.
 
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
 use ballast_base::MIB;
 use ballast_policy::Kind;
 use ballast_testvm::Workload;
 
-use crate::report::Row;
 use crate::rig::Bench;
-use crate::sweep::Side;
+
+/// The side that takes the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// Ballast, by its limits.
+    Ballast,
+    /// The kernel: a memory cgroup and swap.
+    Kernel,
+    /// Ballast's policies with the kernel's swap: VMs that are adopted.
+    Adopted,
+}
 
 /// The four workloads.
 pub(super) const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
@@ -52,30 +59,4 @@ impl Scale {
             Self { ram_bytes: 64 * MIB, settle: s(12), window: s(6), windows: 4, store_ops: 100_000 }
         }
     }
-}
-
-/// Measure Ballast, then the kernel, whose keys begin with `kernel_`. If the kernel cannot be measured, or ends a VM,
-/// its `figure` has no value, and the row says why.
-pub(super) fn both_sides(
-    bench: &mut Bench,
-    row: &mut Row,
-    figure: &str,
-    mut measure: impl FnMut(&mut Bench, &mut Row, Side, &str) -> Result<()>,
-) -> Result<()> {
-    measure(bench, row, Side::Ballast, "")?;
-    let kernel = match bench.kernel.clone() {
-        Ok(_) => measure(bench, row, Side::Kernel, "kernel_"),
-        Err(why) => Err(anyhow!("{why}")),
-    };
-    if let Err(error) = kernel {
-        row.because(&format!("the kernel: {error:#}"));
-        row.figure(&format!("kernel_{figure}"), &[]);
-    }
-    Ok(())
-}
-
-/// All pairs of these; a quick bench has the first pair.
-pub(super) fn pairs_of<T>(all: &[T], quick: bool) -> Vec<[&T; 2]> {
-    let pairs = all.iter().enumerate().flat_map(|(at, first)| all[at + 1..].iter().map(move |second| [first, second]));
-    pairs.take(if quick { 1 } else { usize::MAX }).collect()
 }

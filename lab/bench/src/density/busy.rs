@@ -42,22 +42,16 @@ const HASTY: Plan = Plan {
     time: Duration::from_millis(500),
 };
 
-/// The turns of a side.
-#[derive(Default)]
-struct Series(Vec<Turn>);
-
-impl Series {
-    fn of(&self, figure: impl Fn(&Turn) -> f64) -> Vec<f64> {
-        self.0.iter().map(figure).collect()
-    }
-
-    fn report(&self, row: &mut Row, prefix: &str) {
-        row.figure(&format!("{prefix}density_touches_per_s"), &self.of(|turn| turn.touches_per_s));
-        row.figure(&format!("{prefix}density_p99_us"), &self.of(|turn| turn.p99_us));
-        row.figure(&format!("{prefix}density_worst_page_ms"), &self.of(|turn| turn.worst_ms));
-        row.figure(&format!("{prefix}density_fairness"), &self.of(|turn| turn.fairness));
-        row.figure(&format!("{prefix}density_busy_pct"), &self.of(|turn| turn.busy_pct));
-    }
+/// Add the figures of the turns of a side.
+fn report(row: &mut Row, prefix: &str, turns: &[Turn]) {
+    let mut figure = |key: &str, of: fn(&Turn) -> f64| {
+        row.figure(&format!("{prefix}density_{key}"), &turns.iter().map(of).collect::<Vec<_>>());
+    };
+    figure("touches_per_s", |turn| turn.touches_per_s);
+    figure("p99_us", |turn| turn.p99_us);
+    figure("worst_page_ms", |turn| turn.worst_ms);
+    figure("fairness", |turn| turn.fairness);
+    figure("busy_pct", |turn| turn.busy_pct);
 }
 
 /// A fleet of this side whose guests are held to half of their RAM.
@@ -90,26 +84,26 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     let plan = if bench.options.quick { HASTY } else { FULL };
     let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
     let mut row = begin_row(bench, "busy", vms, ram_bytes, &plan);
-    let mut sides = vec![(squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?, Series::default())];
+    let mut sides = vec![(squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?, Vec::new())];
     match bench.kernel.clone().map(drop) {
         Ok(()) => match squeezed(bench, Side::Kernel, vms, ram_bytes, &mut row) {
-            Ok(fleet) => sides.push((fleet, Series::default())),
+            Ok(fleet) => sides.push((fleet, Vec::new())),
             Err(error) => row.because(&format!("{error:#}")),
         },
         Err(why) => row.because(&why),
     }
     for round in bench.progress.over("turn", 0..plan.turns) {
-        for (fleet, series) in in_turn(sides.iter_mut(), round) {
-            series.0.push(fleet.read(lead, plan.time, || Ok(()))?.0);
+        for (fleet, turns) in in_turn(sides.iter_mut(), round) {
+            turns.push(fleet.read(lead, plan.time, || Ok(()))?.0);
         }
     }
     let mut sides = sides.into_iter();
     let (mut ballast, ours) = sides.next().context("there is a side")?;
     // The kernel's side ends before the rest, which its processes would disturb.
-    let theirs = sides.next().map(|(_, series)| series).unwrap_or_default();
-    ours.report(&mut row, "");
-    theirs.report(&mut row, "kernel_");
-    let speed = |series: &Series| series.of(|turn| turn.touches_per_s);
+    let theirs = sides.next().map(|(_, turns)| turns).unwrap_or_default();
+    report(&mut row, "", &ours);
+    report(&mut row, "kernel_", &theirs);
+    let speed = |turns: &[Turn]| turns.iter().map(|turn| turn.touches_per_s).collect::<Vec<_>>();
     row.ratio("density_ratio_kernel", &speed(&ours), &speed(&theirs));
     lists(bench, &mut ballast, lead, plan.time, &mut row)?;
     if bench.options.quick {

@@ -39,7 +39,7 @@ struct Member {
 
 /// The guests.
 pub(crate) struct Fleet {
-    pub(crate) ram_bytes: u64,
+    ram_bytes: u64,
     members: Vec<Member>,
 }
 
@@ -75,17 +75,10 @@ impl Fleet {
         self.members.len()
     }
 
-    /// Attach all at once. Returns the time of each in milliseconds.
-    pub(crate) fn attach(&mut self, bench: &Bench) -> Result<Vec<f64>> {
-        let answers = self.ask_all(&Order::Attach)?;
-        for member in &self.members {
-            bench.daemon.wait_for_vm(&member.name)?;
-        }
-        let ms = |answer| match answer {
-            Answer::Attached { wall_us } => Ok(wall_us / 1e3),
-            other => bail!("a guest answers {other:?} to an attach"),
-        };
-        answers.into_iter().map(ms).collect()
+    /// Attach all at once.
+    pub(crate) fn attach(&mut self, bench: &Bench) -> Result<()> {
+        self.ask_all(&Order::Attach)?;
+        self.members.iter().try_for_each(|member| bench.daemon.wait_for_vm(&member.name))
     }
 
     /// Fill the RAM of all, one after the other.
@@ -99,20 +92,13 @@ impl Fleet {
         Ok(())
     }
 
-    /// Limit each guest to half of its RAM (on the kernel's side also the memory of its process). Returns the time of
-    /// each in milliseconds.
-    pub(crate) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
+    /// Limit each guest to half of its RAM (on the kernel's side also the memory of its process).
+    pub(crate) fn limit(&mut self, bench: &Bench) -> Result<()> {
         let half = self.ram_bytes / 2;
-        let mut times = Vec::new();
-        for member in &self.members {
-            let start = Instant::now();
-            match &member.cgroup {
-                Some((cgroup, own)) => cgroup::limit(cgroup, half + own)?,
-                None => bench.daemon.api().set_limit(&member.name, Some(half)).map(drop)?,
-            }
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-        }
-        Ok(times)
+        self.members.iter().try_for_each(|member| match &member.cgroup {
+            Some((cgroup, own)) => cgroup::limit(cgroup, half + own),
+            None => Ok(bench.daemon.api().set_limit(&member.name, Some(half)).map(drop)?),
+        })
     }
 
     /// Wait until Ballast's guests are within their limits. Returns the number of those that are not.

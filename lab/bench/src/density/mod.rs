@@ -1,8 +1,7 @@
-//! Many small VMs at once: their speed while all of them read all of their memory, and the cost of the service for each
-//! idle one.
+//! Many small VMs at once: their speed while all of them read all of their memory, also when the engine is killed.
 //!
-//! Before: the kernel's swap to zram, if it is available. After: a row for each number of busy VMs, one for each number
-//! of VMs whose engine is killed, then one for each number of idle ones. Each row has a daemon of its own.
+//! Before: the kernel's swap to zram, if it is available. After: a row for each number of busy VMs, and one for each
+//! number of VMs whose engine is killed. Each row has a daemon of its own.
 //! Threads: the bench's one; guests are processes. Units: in every key.
 //! Promise: the two sides take turns, forwards and backwards; only one side's guests run at a time; every page that is
 //! read is compared as a whole.
@@ -10,23 +9,19 @@
 mod busy;
 pub(crate) mod fleet;
 mod guest;
-mod idle;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ballast_base::units::MIB;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 pub(crate) use guest::Reader;
 
 use crate::options::Part;
-use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// Numbers of VMs that read.
-const BUSY: [usize; 6] = [1, 2, 8, 32, 128, 256];
-/// Numbers of idle VMs.
-const IDLE: [usize; 4] = [1, 100, 200, 1000];
+/// Numbers of VMs.
+const VMS: [usize; 6] = [1, 2, 8, 32, 128, 256];
 const QUICK: [usize; 1] = [4];
 
 /// RAM of a guest, so that all of them fit into a host of 16 GiB.
@@ -46,28 +41,21 @@ fn raise_descriptors() -> Result<()> {
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if !bench.options.is(GuestKind::Native) {
-        bail!("this bench has native guests alone");
-    }
     raise_descriptors()?;
     let quick = bench.options.quick;
-    let chosen = |all: &[usize]| match bench.options.vms {
-        Some(vms) => vec![vms],
+    let numbers = match bench.options.vms {
+        Some(vms) => vec![vms.into()],
         None if quick => QUICK.to_vec(),
-        None => all.to_vec(),
+        None => VMS.to_vec(),
     };
     type Run = fn(&mut Bench, usize, u64) -> Result<Row>;
-    let parts: [(Part, Vec<usize>, Run); 3] = [
-        (Part::Busy, chosen(&BUSY), busy::row),
-        (Part::Recovery, chosen(&BUSY), busy::recovery_row),
-        (Part::Idle, chosen(&IDLE), idle::row),
-    ];
+    let parts: [(Part, Run); 2] = [(Part::Busy, busy::row), (Part::Recovery, busy::recovery_row)];
     let only = bench.options.part;
-    for (part, numbers, run) in parts {
+    for (part, run) in parts {
         if only.is_some_and(|only| only != part) {
             continue;
         }
-        for vms in numbers {
+        for vms in numbers.iter().copied() {
             let row = bench.with_settings("", |bench| run(bench, vms, ram_bytes(bench, vms)))?;
             each(row)?;
         }

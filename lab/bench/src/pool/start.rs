@@ -14,23 +14,21 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_base::pool::Pages;
 use ballast_base::{Bytes, GIB, MIB, PAGE_SIZE};
-use ballast_sys::{Mapping, program};
+use ballast_sys::{Mapping, memfd, program};
 use ballast_testvm::qemu::{QEMU, qemu_missing};
 use rustix::process::Signal;
 
 use super::pin::Pinned;
 use super::product::{Product, huge_pages};
-use super::ready::{hugetlb, touch};
-use crate::report::Row;
+use crate::report::{Figures, Row};
 use crate::rig::Bench;
 
 /// Where memory comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
-    /// The pool, in these pages.
-    Pool(Pages),
+enum Side {
+    /// The pool.
+    Pool,
     /// Huge pages that the kernel has reserved.
     Hugetlb,
     /// A memory file whose pages are touched.
@@ -38,7 +36,8 @@ pub(super) enum Side {
 }
 
 /// In the order of the figures.
-const SIDES: [Side; 3] = [Side::Pool(Pages::Mix), Side::Hugetlb, Side::Memfd];
+const NAMES: [&str; 3] = ["product", "hugetlb", "memfd_touch"];
+const SIDES: [Side; 3] = [Side::Pool, Side::Hugetlb, Side::Memfd];
 
 /// How a QEMU gets its RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,24 +74,12 @@ const RAMS: [(Ram, &str); 8] = [
 /// The largest VM in base pages: to touch more takes minutes.
 const MOST_BASE: Bytes = Bytes(4 * GIB);
 
-/// Figures of a row, in the order of their rounds.
-#[derive(Default)]
-struct Figures {
-    /// Times of the pool, of huge pages, and of a memory file.
-    ready: [Vec<f64>; 3],
-    pinned: [Vec<f64>; 3],
-    qemu: [Vec<f64>; RAMS.len()],
-}
-
 /// The row of one size.
 pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Bytes, rounds: u32) -> Result<Row> {
-    row.fact("measures", "start");
-    row.fact("ram_bytes", size.0);
     let without = qemu_missing();
     let mut figures = Figures::default();
     let progress = bench.progress.clone();
     for round in progress.over("round", 0..=rounds) {
-        let mut now = Figures::default();
         let groups: [&[Ram]; 4] = [
             &[Ram::Plain, Ram::Run],
             &[Ram::Pool, Ram::PoolOnDemand, Ram::PoolLocked],
@@ -110,43 +97,39 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
             }
             if let Some(at) = group.checked_sub(1) {
                 let (ready, pinned) = memory(product, SIDES[at], size)?;
-                now.ready[at].push(ready);
-                now.pinned[at].push(pinned);
+                figures.add(&format!("{}_ready_us", NAMES[at]), ready);
+                figures.add(&format!("{}_pinned_ready_us", NAMES[at]), pinned);
             }
             for ram in groups[group].iter().filter(|_| without.is_none()) {
                 product.hold(of_pool)?;
-                let at = RAMS.iter().position(|(other, _)| other == ram).context("every way is in the list")?;
-                now.qemu[at].push(until_qmp(bench, *ram, size).with_context(|| format!("Starting QEMU: {ram:?}"))?);
+                let (_, key) = RAMS.iter().find(|(other, _)| other == ram).context("every way is in the list")?;
+                let took = until_qmp(bench, *ram, size).with_context(|| format!("Starting QEMU: {ram:?}"))?;
+                figures.add(key, took);
             }
             if group == 2 {
                 bench.guard.no_huge_pages()?;
             }
         }
         // The first round warms up: memory that the host uses for the first time is slow.
-        if round > 0 {
-            let add = |sums: &mut [Vec<f64>], now: &[Vec<f64>]| {
-                sums.iter_mut().zip(now).for_each(|(sum, now)| sum.extend(now));
-            };
-            add(&mut figures.ready, &now.ready);
-            add(&mut figures.pinned, &now.pinned);
-            add(&mut figures.qemu, &now.qemu);
+        if round == 0 {
+            figures = Figures::default();
         }
     }
     product.hold(Bytes(0))?;
-    for (of, name) in [(&figures.ready, "ready"), (&figures.pinned, "pinned_ready")] {
-        row.figure(&format!("product_{name}_us"), &of[0]);
-        row.figure(&format!("hugetlb_{name}_us"), &of[1]);
-        row.figure(&format!("memfd_touch_{name}_us"), &of[2]);
-        row.ratio(&format!("ratio_product_{name}"), &of[0], &of[1]);
+    let of = |key: &str| figures.of(key);
+    for end in ["ready", "pinned_ready"] {
+        let keys = NAMES.map(|name| format!("{name}_{end}_us"));
+        keys.iter().for_each(|key| row.figure(key, of(key)));
+        row.ratio(&format!("ratio_product_{end}"), of(&keys[0]), of(&keys[1]));
     }
-    RAMS.iter().zip(&figures.qemu).for_each(|((_, key), times)| row.figure(key, times));
-    let beyond = |at: usize| -> Vec<f64> {
-        figures.qemu[at].iter().zip(&figures.qemu[0]).map(|(ours, plain)| ours - plain).collect()
-    };
-    row.difference("qemu_run_beyond_plain_ms", &beyond(1));
-    row.difference("qemu_pool_beyond_plain_ms", &beyond(2));
-    row.ratio("ratio_qemu_pool", &figures.qemu[2], &figures.qemu[4]);
-    row.ratio("ratio_qemu_locked", &figures.qemu[3], &figures.qemu[5]);
+    RAMS.iter().for_each(|(_, key)| row.figure(key, of(key)));
+    for name in ["qemu_run", "qemu_pool"] {
+        let ours = if name == "qemu_run" { of("qemu_run_128mib_ms") } else { of("qemu_pool_ms") };
+        let beyond = ours.iter().zip(of("qemu_plain_128mib_ms")).map(|(ours, plain)| ours - plain);
+        row.difference(&format!("{name}_beyond_plain_ms"), &beyond.collect::<Vec<_>>());
+    }
+    row.ratio("ratio_qemu_pool", of("qemu_pool_ms"), of("qemu_hugetlb_prealloc_ms"));
+    row.ratio("ratio_qemu_locked", of("qemu_pool_locked_ms"), of("qemu_hugetlb_locked_ms"));
     without.iter().for_each(|why| row.because(why));
     if size > MOST_BASE {
         row.because("a memory file this large is not touched");
@@ -166,11 +149,11 @@ fn memory(product: &Product, side: Side, size: Bytes) -> Result<(f64, f64)> {
 }
 
 /// The time until memory of this side can be used, and the memory.
-pub(super) fn ready(product: &Product, side: Side, size: Bytes) -> Result<(f64, Mapping)> {
+fn ready(product: &Product, side: Side, size: Bytes) -> Result<(f64, Mapping)> {
     match side {
-        Side::Pool(pages) => {
+        Side::Pool => {
             let start = Instant::now();
-            let map = product.take_of(pages, size)?;
+            let map = product.take(size)?;
             Ok((start.elapsed().as_secs_f64() * 1e6, map))
         }
         Side::Hugetlb => {
@@ -184,8 +167,26 @@ pub(super) fn ready(product: &Product, side: Side, size: Bytes) -> Result<(f64, 
     }
 }
 
+/// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes them.
+fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
+    let start = Instant::now();
+    let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
+    let map = Mapping::shared(&file, 0, size.0 as usize)?;
+    map.populate(0, map.len()).context("Faulting huge pages in")?;
+    Ok((start.elapsed().as_secs_f64() * 1e6, map))
+}
+
+/// A memory file, each page touched.
+fn touch(size: Bytes) -> Result<(f64, Mapping)> {
+    let start = Instant::now();
+    let file = memfd::create("ballast-bench-touch", size).context("Making a memory file")?;
+    let map = Mapping::shared(&file, 0, size.0 as usize)?;
+    (0..map.len()).step_by(PAGE_SIZE).for_each(|offset| map.words(offset, 1)[0].store(1, Relaxed));
+    Ok((start.elapsed().as_secs_f64() * 1e6, map))
+}
+
 /// Check that no page has data of another VM, and leave some for the next one to find.
-pub(super) fn check_and_mark(map: &Mapping) -> Result<()> {
+fn check_and_mark(map: &Mapping) -> Result<()> {
     for at in (0..map.len()).step_by(PAGE_SIZE) {
         let found = map.words(at, 1)[0].swap(0x005e_c2e7_005e_c2e7, Relaxed);
         ensure!(found == 0, "a VM found {found:#x} at {at:#x}: memory of another VM");

@@ -5,10 +5,11 @@
 //! and all before it kept the speed.
 
 use anyhow::Result;
+use ballast_realmem::keys::Sequence;
 
-use super::running::Running;
-use super::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn, sequence};
-use crate::options::{RealOrder, RealProgram as Program, RealSide as Side};
+use super::running::{Running, has_swap};
+use super::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
+use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::report::Row;
 use crate::rig::Bench;
 
@@ -24,20 +25,17 @@ pub(super) fn run(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row)
         None => vec![Side::Ballast, Side::Adopted, Side::Kernel],
     };
     let name = format!("{program:?}").to_lowercase();
-    let order = bench.options.real.order.unwrap_or(RealOrder::Random);
+    let order = bench.options.real.order.unwrap_or(Sequence::Random);
     let mut row = bench.row(&format!("{name}: memory that can be far for 5 % of its speed"));
     row.fact("program", name);
     let rounds = bench.options.real.rounds.unwrap_or(1);
     for side in sides {
-        if side.needs_swap()
-            && let Err(why) = &bench.kernel
-        {
-            row.because(why);
+        if !has_swap(bench, side, &mut row) {
             continue;
         }
         let mut found = Vec::new();
         for round in 0..rounds {
-            found.push(part(bench, program, order, side, SEED + round as u64)?);
+            found.push(part(bench, program, order, side, SEED + round)?);
         }
         let end = side.end_of_keys();
         let mut figure = |key: &str, value: fn(&(u64, Turn)) -> f64| {
@@ -53,9 +51,9 @@ pub(super) fn run(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row)
 }
 
 /// The largest part that was far at enough speed, with the figures there.
-fn part(bench: &mut Bench, program: Program, order: RealOrder, side: Side, seed: u64) -> Result<(u64, Turn)> {
+fn part(bench: &mut Bench, program: Program, order: Sequence, side: Side, seed: u64) -> Result<(u64, Turn)> {
     let quick = bench.options.quick;
-    let mut running = Running::begin(bench, program, sequence(order), side, seed)?;
+    let mut running = Running::begin(bench, program, order, side, seed)?;
     let (settle, limited) = if quick { (SETTLE_QUICK, LIMITED_QUICK) } else { (LIMITED, LIMITED) };
     let mut best = (0, Turn { speed: 1.0, ..Turn::default() });
     let (mut level, mut step) = (100 - STEP, STEP);
@@ -68,9 +66,6 @@ fn part(bench: &mut Bench, program: Program, order: RealOrder, side: Side, seed:
             Err(_) if side.is_kernel() => return Ok(best),
             Err(error) => return Err(error),
         };
-        if std::env::var_os("BALLAST_BENCH_COURSE").is_some() {
-            eprintln!("{side:?} {level} %: {turn}");
-        }
         let is_enough = turn.speed >= ENOUGH;
         if is_enough {
             best = (100 - level, turn);

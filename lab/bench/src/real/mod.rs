@@ -16,16 +16,16 @@ use anyhow::{Result, bail};
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::{batch, server};
 
-use self::running::{Running, Runs, runs};
-use self::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn, sequence};
-use crate::options::{Part, RealOrder as Order, RealProgram as Program, RealSide as Side};
+use self::running::{Running, Runs, has_swap, runs};
+use self::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
+use crate::options::{Part, RealProgram as Program, RealSide as Side};
 use crate::report::Row;
 use crate::rig::Bench;
 
 /// Part of the memory that a side may have, in percent.
 const LEVELS: [u64; 4] = [90, 80, 65, 50];
 /// Rounds: each side has one turn in each.
-const ROUNDS: usize = 3;
+const ROUNDS: u64 = 3;
 /// Time under the limit before its figures are taken, and while they are.
 const SETTLE: Duration = Duration::from_secs(40);
 
@@ -48,9 +48,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     let orders = match (options.real.order, options.quick) {
         (Some(order), _) => vec![order],
-        _ if matches!(runs(program), Runs::Batch(_)) => vec![Order::Repeat],
-        (None, true) => vec![Order::Repeat],
-        (None, false) => vec![Order::Repeat, Order::Random],
+        _ if matches!(runs(program), Runs::Batch(_)) => vec![Sequence::Repeat],
+        (None, true) => vec![Sequence::Repeat],
+        (None, false) => vec![Sequence::Repeat, Sequence::Random],
     };
     let levels = match (options.levels.is_empty(), options.quick) {
         (false, _) => options.levels.clone(),
@@ -67,8 +67,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-fn measure(bench: &mut Bench, program: Program, order: Order, level: u64, sides: &[Side]) -> Result<Row> {
-    let sequence = sequence(order);
+fn measure(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sides: &[Side]) -> Result<Row> {
     let program_name = format!("{program:?}").to_lowercase();
     let mut row = bench.row(&format!("{program_name}, {}, {level} % of its memory", sequence.name()));
     row.fact("program", program_name);
@@ -78,13 +77,10 @@ fn measure(bench: &mut Bench, program: Program, order: Order, level: u64, sides:
     let mut turns: Vec<(Side, Vec<Turn>)> = sides.iter().map(|side| (*side, Vec::new())).collect();
     for round in 0..rounds {
         for (side, of_side) in &mut turns {
-            if side.needs_swap()
-                && let Err(why) = &bench.kernel
-            {
-                row.because(why);
+            if !has_swap(bench, *side, &mut row) {
                 continue;
             }
-            match turn(bench, program, sequence, level, *side, SEED + round as u64) {
+            match turn(bench, program, sequence, level, *side, SEED + round) {
                 Ok(turn) => of_side.push(turn),
                 // Its out-of-memory killer ends a program that it cannot hold to the limit.
                 Err(error) if side.is_kernel() => row.because(&format!("the kernel's side: {error:#}")),
@@ -128,15 +124,13 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
     let quick = bench.options.quick;
     let mut running = Running::begin(bench, program, sequence, side, seed)?;
     running.limit(bench, level)?;
-    // Each part of the way is told, since it shows whether the choice of pages converges.
-    let settle = bench.options.real.settle.unwrap_or(if quick { SETTLE_QUICK } else { SETTLE });
+    // Each part of the way is watched, since it shows whether the choice of pages converges.
+    let settle = bench.options.real.settle.map(|seconds| Duration::from_secs(seconds.into()));
+    let settle = settle.unwrap_or(if quick { SETTLE_QUICK } else { SETTLE });
     let (step, mut left) = (Duration::from_secs(20), settle);
     while !left.is_zero() {
         let part = left.min(step);
-        let turn = running.watch(bench, part)?;
-        if std::env::var_os("BALLAST_BENCH_COURSE").is_some() {
-            eprintln!("{side:?} {} {level} %: {turn}", sequence.name());
-        }
+        running.watch(bench, part)?;
         left -= part;
     }
     let mut turn = running.watch(bench, if quick { LIMITED_QUICK } else { LIMITED })?;

@@ -19,6 +19,7 @@ use ballast_realmem::server::{Memory, Server};
 
 use super::turn::{LIMITED_QUICK, SETTLE_QUICK, Turn};
 use crate::options::{RealProgram as Program, RealSide as Side};
+use crate::report::Row;
 use crate::rig::Bench;
 use crate::{adopt, cgroup};
 
@@ -37,8 +38,9 @@ pub(super) struct Running {
     work: Work,
     /// Its speed without a limit.
     free: Window,
-    /// The memory that it had then, in bytes.
+    /// The memory that it had then, in bytes, and the part of it that it may have now, in percent.
     held: u64,
+    level: u64,
     /// Values that were wrong so far.
     wrong: f64,
 }
@@ -88,11 +90,12 @@ impl Running {
             (None, None) => 0,
         };
         let wrong = (warm.wrong + free.wrong) as f64;
-        Ok(Self { side, vm, cgroup, work, free, held, wrong })
+        Ok(Self { side, vm, cgroup, work, free, held, level: 100, wrong })
     }
 
     /// It may have this part of the memory that it had, in percent.
-    pub(super) fn limit(&self, bench: &Bench, level: u64) -> Result<()> {
+    pub(super) fn limit(&mut self, bench: &Bench, level: u64) -> Result<()> {
+        self.level = level;
         let limit = self.held / 100 * level / MIB * MIB;
         if let Some(cgroup) = &self.cgroup {
             cgroup::limit(cgroup, limit)?;
@@ -103,7 +106,7 @@ impl Running {
         Ok(())
     }
 
-    /// Runs it for this long, with the counters of that time.
+    /// Runs it for this long, with the counters of that time, which are printed if `BALLAST_BENCH_COURSE` is set.
     pub(super) fn watch(&mut self, bench: &Bench, time: Duration) -> Result<Turn> {
         let before = self.counters(bench)?;
         let start = Instant::now();
@@ -114,6 +117,9 @@ impl Running {
         turn.free_per_s = self.free.per_s;
         turn.wrong = self.wrong;
         turn.limited = window;
+        if std::env::var_os("BALLAST_BENCH_COURSE").is_some() {
+            eprintln!("{:?} {} %: {turn}", self.side, self.level);
+        }
         Ok(turn)
     }
 
@@ -188,6 +194,17 @@ impl Counters {
             engine_pct: (faults_us + tasks_us) / seconds / 1e4,
             ..Turn::default()
         }
+    }
+}
+
+/// Can this side be measured? If it cannot for want of swap, the row says why.
+pub(super) fn has_swap(bench: &Bench, side: Side, row: &mut Row) -> bool {
+    match &bench.kernel {
+        Err(why) if side.needs_swap() => {
+            row.because(why);
+            false
+        }
+        _ => true,
     }
 }
 

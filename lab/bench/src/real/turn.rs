@@ -1,14 +1,11 @@
-//! The figures of one turn of a side, and the times and orders that all parts of this bench have.
+//! The figures of one turn of a side, and the times that all parts of this bench have.
 //!
 //! Units: in every name; times of a quick run end in `QUICK`.
 
 use std::fmt;
 use std::time::Duration;
 
-use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::Window;
-
-use crate::options::RealOrder as Order;
 
 pub(super) const SETTLE_QUICK: Duration = Duration::from_secs(3);
 pub(super) const LIMITED: Duration = Duration::from_secs(20);
@@ -49,14 +46,5 @@ impl fmt::Display for Turn {
             self.engine_pct,
             self.limited.p99_us,
         )
-    }
-}
-
-pub(super) fn sequence(order: Order) -> Sequence {
-    match order {
-        Order::Random => Sequence::Random,
-        Order::Repeat => Sequence::Repeat,
-        Order::Moving => Sequence::Moving,
-        Order::ScanBeside => Sequence::ScanBeside,
     }
 }

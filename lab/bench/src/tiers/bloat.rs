@@ -5,16 +5,15 @@
 //! The guest is that of HugeScope's Figure 1: it has touched all of its memory once, accesses a tenth of it, and fast
 //! memory is a fifth. A part of the accessed pages fills huge pages; of each bloated one, a tenth is accessed.
 //! Units: huge pages of 512 pages; accesses a second. Promise: touches are drawn by chance from the truth and nothing
-//! else tells the tracker; memory and time are modelled; a scan costs the guest what `Scripted::COST` says.
+//! else tells the tracker; memory and time are modelled; a scan costs the guest what [`COST`] says.
 
 use std::time::Duration;
 
 use ballast_base::{MIB, PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::placement::{Unit, plan};
-use ballast_heat::sample::SplitMix64;
-use ballast_heat::scripted::Scripted;
-use ballast_heat::source::{BLOCK, Cost, FineWatch};
+use ballast_heat::source::{BLOCK, Cost};
 use ballast_heat::{CycleReport, PageMap, Pages, Phase, Seen, Settings, Step, Tracker, UnitId, Watch};
+use ballast_testkit::random::Random;
 
 /// One in this many pages is accessed; of a bloated huge page, too.
 const ACCESSED: u64 = 10;
@@ -26,6 +25,9 @@ const RATE: f64 = 100.0;
 const MOST: u64 = 512 * MIB / PAGE_SIZE as u64;
 /// *Sampled* sees the pages of 1/N of the units, as Thermostat splits 5 % of the huge pages.
 const SAMPLED: u32 = 20;
+
+/// Cost of a touch in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
+const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
 
 /// A way to place memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +68,7 @@ pub(crate) struct Truth {
 impl Truth {
     /// `bloat_pct` of the accessed pages are in bloated units, anywhere in one or in one block of it; `stray_pct` of
     /// accesses go anywhere.
-    pub(crate) fn new(units: u64, bloat_pct: u64, is_block: bool, stray_pct: f64, rng: &mut SplitMix64) -> Self {
+    pub(crate) fn new(units: u64, bloat_pct: u64, is_block: bool, stray_pct: f64, rng: &mut Random) -> Self {
         let accessed = units * PAGES_PER_UNIT / ACCESSED;
         let each = PAGES_PER_UNIT / ACCESSED;
         let bloated = (accessed * bloat_pct / 100 / each).min(units);
@@ -78,10 +80,10 @@ impl Truth {
         for (place, at) in order.into_iter().take((bloated + full) as usize).enumerate() {
             hot[at] = match (place as u64) < bloated {
                 true if is_block => {
-                    let (pages, block) = (rng.pages(each, BLOCK), rng.below(PAGES_PER_UNIT / BLOCK) as usize);
+                    let (pages, block) = (some(each, BLOCK, rng), rng.below(PAGES_PER_UNIT / BLOCK) as usize);
                     PageMap(std::array::from_fn(|word| if word == block { pages.0[0] } else { 0 }))
                 }
-                true => rng.pages(each, PAGES_PER_UNIT),
+                true => some(each, PAGES_PER_UNIT, rng),
                 false => PageMap::ALL,
             };
         }
@@ -117,6 +119,15 @@ impl Truth {
     }
 }
 
+/// This number of the first `of` pages of a unit.
+fn some(count: u64, of: u64, rng: &mut Random) -> PageMap {
+    let mut pages = PageMap::NONE;
+    while pages.count() < count {
+        pages.set(rng.below(of));
+    }
+    pages
+}
+
 /// All memory is there.
 struct All(u64);
 
@@ -140,7 +151,7 @@ impl Pages for All {
 pub(crate) struct Guest {
     way: Way,
     tracker: Tracker,
-    rng: SplitMix64,
+    rng: Random,
     now: Duration,
     slow: Vec<PageMap>,
     huge: Vec<bool>,
@@ -157,8 +168,8 @@ impl Guest {
         let fast = units / FAST;
         Self {
             way,
-            tracker: Tracker::new(Settings { fine_share, ..whole }, seed),
-            rng: SplitMix64::new(seed),
+            tracker: Tracker::new(Settings { fine_share, ..whole }),
+            rng: Random(seed),
             now: Duration::ZERO,
             slow: (0..units).map(|unit| if unit < fast { PageMap::NONE } else { PageMap::ALL }).collect(),
             huge: vec![true; units as usize],
@@ -199,11 +210,11 @@ impl Guest {
     /// Was a page of these touched in this time?
     fn is_touched(&mut self, rate: f64, seconds: f64) -> bool {
         let chance = 1.0 - (-rate * seconds).exp();
-        (self.rng.next_u64() >> 11) as f64 / ((1u64 << 53) as f64) < chance
+        (self.rng.word() >> 11) as f64 / ((1u64 << 53) as f64) < chance
     }
 
     fn report(&mut self, truth: &Truth, watch: &Watch, seconds: f64) -> CycleReport {
-        let mut report = CycleReport::default();
+        let (mut report, mut faults) = (CycleReport::default(), 0);
         for id in &watch.coarse {
             let unit = id.unit as usize;
             let seen = if self.huge[unit] {
@@ -213,26 +224,25 @@ impl Guest {
                 let bits = (0..8).map(|at| u8::from(self.is_touched(truth.of(unit, block(at)), seconds)) << at);
                 Seen::Blocks { touched: bits.fold(0, |all, bit| all | bit) }
             };
-            report.cost.faults += match seen {
-                Seen::Blocks { touched } => u64::from(touched.count_ones()),
-                _ => u64::from(seen.touched()),
+            faults += match seen {
+                Seen::Blocks { touched } => touched.count_ones(),
+                _ => u32::from(seen.touched()),
             };
             report.units.push((*id, seen));
         }
-        report.cost.guest = Scripted::COST.0 * report.cost.faults as u32;
-        let is_seen = |fine: &&FineWatch| self.way != Way::Sampled || fine.unit.unit % SAMPLED == SAMPLED / 2;
-        for fine in watch.fine.iter().filter(is_seen).copied().collect::<Vec<_>>() {
-            let unit = fine.unit.unit as usize;
+        report.cost.guest = COST.0 * faults;
+        let way = self.way;
+        for id in watch.fine.iter().filter(|id| way != Way::Sampled || id.unit % SAMPLED == SAMPLED / 2) {
+            let unit = id.unit as usize;
             let mut touched = PageMap::NONE;
-            for page in fine.pages.iter() {
+            for page in 0..PAGES_PER_UNIT {
                 let rate = truth.stray + if truth.hot[unit].get(page) { truth.rate } else { 0.0 };
                 if self.is_touched(rate, seconds) {
                     touched.set(page);
                 }
             }
-            report.cost.faults += touched.count();
-            report.cost.guest += Scripted::COST.1 * touched.count() as u32;
-            report.units.push((fine.unit, Seen::Fine { watched: fine.pages, touched }));
+            report.cost.guest += COST.1 * touched.count() as u32;
+            report.units.push((*id, Seen::Fine { touched }));
         }
         report.cost = Cost { cpu: report.cost.guest, ..report.cost };
         report
@@ -243,12 +253,11 @@ impl Guest {
         if self.way == Way::FirstTouch {
             return;
         }
-        let unit = |number: usize| {
-            let id = UnitId { region: 0, unit: number as u32 };
-            let warmth = self.tracker.warmth(id)?;
-            Some(Unit { id, here: PageMap::ALL, slow: self.slow[number], huge: self.huge[number], warmth })
+        let unit = |(id, warmth): (UnitId, _)| {
+            let number = id.unit as usize;
+            Unit { id, here: PageMap::ALL, slow: self.slow[number], huge: self.huge[number], warmth }
         };
-        let units: Vec<Unit> = (0..self.slow.len()).filter_map(unit).collect();
+        let units: Vec<Unit> = self.tracker.warmth().into_iter().map(unit).collect();
         let plan = plan(&units, self.slow.len() as u64 * PAGES_PER_UNIT / FAST, MOST);
         for one in plan.moves {
             let unit = one.unit.unit as usize;
@@ -285,23 +294,23 @@ mod tests {
 
     #[test]
     fn on_bloated_memory_ours_is_within_3_points_of_the_oracle_where_whole_pages_lose_30() {
-        let truth = Truth::new(400, 50, false, 0.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 50, false, 0.0, &mut Random(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
     }
 
     #[test]
     fn stray_accesses_that_touch_every_huge_page_cost_ours_less_than_3_points() {
-        let truth = Truth::new(400, 50, false, 1.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 50, false, 1.0, &mut Random(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
         let mut even = Guest::new(Way::Ours, 400, 7);
-        let truth = Truth::new(400, 0, false, 1.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 0, false, 1.0, &mut Random(3));
         (0..40).for_each(|_| even.cycle(&truth));
         assert!(even.changed.0 < 3, "strays alone split {} huge pages", even.changed.0);
     }
 
     #[test]
     fn without_bloat_nothing_is_split_and_all_ways_that_move_serve_the_same() {
-        let truth = Truth::new(400, 0, false, 0.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 0, false, 0.0, &mut Random(3));
         let mut guest = Guest::new(Way::Ours, 400, 7);
         (0..40).for_each(|_| guest.cycle(&truth));
         assert_eq!((guest.changed, guest.hits(&truth)), ((0, 0), 1.0));

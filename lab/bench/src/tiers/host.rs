@@ -7,7 +7,7 @@
 
 use anyhow::Result;
 use ballast_base::{HUGE_SIZE, MIB, PAGE_SIZE};
-use ballast_heat::sample::SplitMix64;
+use ballast_testkit::random::Random;
 
 use super::bloat::{Guest, Truth, Way};
 use crate::report::Row;
@@ -75,7 +75,7 @@ fn row(plan: &Plan, bloat_pct: u64, is_block: bool, stray_pct: f64, begin: &dyn 
     let mut oracles = [Vec::new(), Vec::new(), Vec::new()];
     let mut outcomes: Vec<Vec<Outcome>> = Way::ALL.iter().map(|_| Vec::new()).collect();
     for seed in 1..=plan.seeds {
-        let truth = Truth::new(plan.units, bloat_pct, is_block, stray_pct, &mut SplitMix64::new(seed));
+        let truth = Truth::new(plan.units, bloat_pct, is_block, stray_pct, &mut Random(seed));
         let (small, huge) = truth.oracle();
         [small * 100.0, huge * 100.0, latency(small)].into_iter().zip(&mut oracles).for_each(|(x, all)| all.push(x));
         for (way, outcomes) in Way::ALL.into_iter().zip(&mut outcomes) {

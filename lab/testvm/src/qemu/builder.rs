@@ -18,7 +18,6 @@ use super::console::Console;
 use super::error::Error;
 use super::guest::QemuGuest;
 use super::image::{Image, QEMU};
-use super::initrd;
 
 /// The accelerator: KVM where the hardware can run it, else TCG, QEMU's emulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +66,6 @@ pub struct Builder {
     image: Option<Image>,
     memory: Bytes,
     hotplug_room: Bytes,
-    cpus: u32,
     shared_memory: bool,
     huge_pages: bool,
     memory_object: Option<String>,
@@ -75,9 +73,7 @@ pub struct Builder {
     prefix: Vec<String>,
     env: Vec<(String, String)>,
     extra_args: Vec<String>,
-    redis_maxmemory: Bytes,
     run: Option<String>,
-    bench: bool,
     dir: Option<PathBuf>,
 }
 
@@ -88,7 +84,6 @@ impl Builder {
             image: None,
             memory: Bytes(512 * MIB),
             hotplug_room: Bytes(0),
-            cpus: 1,
             shared_memory: true,
             huge_pages: false,
             memory_object: None,
@@ -96,9 +91,7 @@ impl Builder {
             prefix: Vec::new(),
             env: Vec::new(),
             extra_args: Vec::new(),
-            redis_maxmemory: Bytes(0),
             run: None,
-            bench: false,
             dir: None,
         }
     }
@@ -124,12 +117,6 @@ impl Builder {
     /// Set the amount of RAM that may be plugged in later, in at most four DIMMs (default: none).
     pub fn hotplug_room(mut self, room: Bytes) -> Self {
         self.hotplug_room = room;
-        self
-    }
-
-    /// Set the number of virtual CPUs (default: 1).
-    pub fn cpus(mut self, cpus: u32) -> Self {
-        self.cpus = cpus;
         self
     }
 
@@ -181,22 +168,10 @@ impl Builder {
         self
     }
 
-    /// Set Redis's `maxmemory`. Zero means no limit (default).
-    pub fn redis_maxmemory(mut self, limit: Bytes) -> Self {
-        self.redis_maxmemory = limit;
-        self
-    }
-
     /// Run this shell command in the guest instead of Redis, then power off: see [`QemuGuest::wait_run`].
     pub fn run(mut self, command: impl Into<String>) -> Self {
         self.run = Some(command.into());
         self
-    }
-
-    /// Run the bench program (`guest/linux.rs`) in the guest instead of Redis: see [`QemuGuest::tell`].
-    pub fn bench(mut self) -> Self {
-        self.bench = true;
-        self.run(initrd::BENCH)
     }
 
     /// Set a directory that keeps console log and QMP socket (default: a temporary one, removed with the guest).
@@ -212,7 +187,6 @@ impl Builder {
         put(&["-name", &format!("{},debug-threads=on", self.name)]);
         put(&["-nodefaults", "-display", "none", "-no-reboot"]);
         put(&Accel::detect().args());
-        put(&["-smp", &self.cpus.to_string()]);
         let size = self.memory.0;
         if self.shared_memory {
             // The pages are not reserved, so a far page frees a page of the pool for other users.
@@ -232,7 +206,6 @@ impl Builder {
         // no_timer_check avoids a panic: an emulated CPU that the host does not schedule fails that check.
         let mut append =
             "console=ttyS0 quiet panic=-1 no_timer_check cryptomgr.notests mitigations=off init_on_alloc=0".to_string();
-        append += &format!(" ballast.maxmemory={}", self.redis_maxmemory.0);
         if let Some(command) = &self.run {
             append += &format!(" -- ballast.run={command}");
         }
@@ -258,7 +231,7 @@ impl Builder {
             let guest = self.name.clone();
             move |source| Error::Io { doing, guest, source }
         };
-        let mut image = match self.image.clone() {
+        let image = match self.image.clone() {
             Some(image) => image,
             None => Image::find()?,
         };
@@ -273,11 +246,6 @@ impl Builder {
                 (owned.path().to_path_buf(), Some(owned))
             }
         };
-        if self.bench {
-            let with_program = dir.join("initrd");
-            initrd::with_bench(&image.initrd, &with_program).map_err(io("Making the initrd of"))?;
-            image.initrd = with_program;
-        }
         let redis_port = free_port().map_err(io("Picking a port for"))?;
         let qmp = dir.join("qmp");
         let args = self.qemu_args(&image, redis_port, &qmp);

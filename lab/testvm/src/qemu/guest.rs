@@ -45,7 +45,7 @@ impl QemuGuest {
         self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
     }
 
-    /// Write a line to its console. [`Self::answer`] returns the reply of the bench program ([`Builder::bench`]).
+    /// Write a line to its console. [`Self::answer`] returns the reply of the command ([`Builder::run`]).
     pub fn tell(&mut self, line: &str) -> Result<(), Error> {
         let written = match &mut self.input {
             Some(input) => input.write_all(format!("{line}\n").as_bytes()).and_then(|()| input.flush()),

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use ballast_testkit::random::Random;
 use redis::{Connection, Pipeline, RedisError};
 
 /// Timeout of a Redis reply. Much of the guest may be far.
@@ -68,27 +69,16 @@ impl Dataset {
     /// page compresses to about half.
     pub fn value(&self, key: usize) -> Vec<u8> {
         // The seed is mixed first, because the seeds of two guests often differ in one bit, as two versions do.
-        let mut random = Random(Random(self.seed).next() ^ ((key as u64) << 32 | u64::from(self.versions[key])));
-        let filler = random.next() as u8;
+        let mut random = Random(Random(self.seed).word() ^ ((key as u64) << 32 | u64::from(self.versions[key])));
+        let filler = random.word() as u8;
         let mut value = Vec::with_capacity(self.value_bytes + 128);
         while value.len() < self.value_bytes {
-            (0..8).for_each(|_| value.extend_from_slice(&random.next().to_le_bytes()));
+            (0..8).for_each(|_| value.extend_from_slice(&random.word().to_le_bytes()));
             value.extend_from_slice(&[filler; 64]);
         }
         value.truncate(self.value_bytes);
         value
     }
-}
-
-/// The result of a load.
-#[derive(Clone, Copy, Debug)]
-pub struct Loaded {
-    /// Keys set.
-    pub keys: usize,
-    /// Bytes of their values.
-    pub bytes: u64,
-    /// How long it took.
-    pub elapsed: Duration,
 }
 
 /// The result of reading values back.
@@ -104,8 +94,6 @@ pub struct Verified {
     pub bytes_lost: u64,
     /// A text about the first wrong or missing key.
     pub first_wrong: Option<String>,
-    /// How long it took.
-    pub elapsed: Duration,
 }
 
 impl Verified {
@@ -170,8 +158,6 @@ pub struct Throughput {
     pub elapsed: Duration,
     /// The comparison of every value that was read.
     pub reads: Verified,
-    /// Times of the round trips of [`Mix::pipeline`] operations each, in ascending order.
-    round_trips: Vec<Duration>,
 }
 
 impl Throughput {
@@ -179,29 +165,21 @@ impl Throughput {
     pub fn ops_per_s(&self) -> f64 {
         self.ops as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
-
-    /// Returns the time that `part` (0..=1) of the round trips do not exceed.
-    pub fn round_trip(&self, part: f64) -> Duration {
-        let last = self.round_trips.len().saturating_sub(1);
-        self.round_trips.get((last as f64 * part).round() as usize).copied().unwrap_or_default()
-    }
 }
 
 /// Set every key of `data`.
-pub fn load(addr: SocketAddr, data: &Dataset) -> Result<Loaded, Error> {
-    let start = Instant::now();
+pub fn load(addr: SocketAddr, data: &Dataset) -> Result<(), Error> {
     let mut connection = connect(addr)?;
     for keys in batches(data) {
         let mut pipeline = redis::pipe();
         keys.for_each(|key| set(&mut pipeline, data, key));
         pipeline.exec(&mut connection).map_err(|source| Error { doing: "Setting keys", addr, source })?;
     }
-    Ok(Loaded { keys: data.keys(), bytes: data.bytes(), elapsed: start.elapsed() })
+    Ok(())
 }
 
 /// Read every key of `data` back and compare every byte.
 pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
-    let start = Instant::now();
     let mut connection = connect(addr)?;
     let mut verified = Verified::default();
     for keys in batches(data) {
@@ -213,7 +191,6 @@ pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
             pipeline.query(&mut connection).map_err(|source| Error { doing: "Reading keys", addr, source })?;
         keys.zip(values).for_each(|(key, value)| verified.check(data, key, value.as_deref()));
     }
-    verified.elapsed = start.elapsed();
     Ok(verified)
 }
 
@@ -230,9 +207,9 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
         // Keys read in this batch. It must not write them later, because they would be compared with the new version.
         let mut wants = Vec::with_capacity(mix.pipeline);
         for _ in 0..mix.pipeline.max(1) {
-            let range = if random.unit() < mix.hot_ops { hot } else { data.keys() };
-            let key = (random.unit() * range as f64) as usize;
-            if random.unit() < mix.writes && !wants.contains(&key) {
+            let range = if unit(&mut random) < mix.hot_ops { hot } else { data.keys() };
+            let key = (unit(&mut random) * range as f64) as usize;
+            if unit(&mut random) < mix.writes && !wants.contains(&key) {
                 data.versions[key] = data.versions[key].wrapping_add(1);
                 set(&mut pipeline, data, key);
                 seen.writes += 1;
@@ -242,14 +219,11 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
             }
             seen.ops += 1;
         }
-        let sent = Instant::now();
         let values: Vec<Option<Vec<u8>>> =
             pipeline.query(&mut connection).map_err(|source| Error { doing: "Using keys", addr, source })?;
-        seen.round_trips.push(sent.elapsed());
         wants.into_iter().zip(values).for_each(|(key, value)| seen.reads.check(data, key, value.as_deref()));
     }
     seen.elapsed = start.elapsed();
-    seen.round_trips.sort_unstable();
     Ok(seen)
 }
 
@@ -272,23 +246,9 @@ fn set(pipeline: &mut Pipeline, data: &Dataset, key: usize) {
     pipeline.set(Dataset::name(key), data.value(key)).ignore();
 }
 
-/// SplitMix64. Its output does not compress.
-#[derive(Debug)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// Returns a random number, uniform in 0..1.
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
+/// Returns a random number, uniform in 0..1.
+fn unit(random: &mut Random) -> f64 {
+    (random.word() >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]

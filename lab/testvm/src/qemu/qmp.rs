@@ -1,7 +1,7 @@
 //! QMP, the protocol of QEMU's monitor: one line of JSON per message.
 //!
 //! Before: [`super::QemuGuest::qmp`] connects. After: tests plug memory, move the balloon and read the status.
-//! Threads: none. Calls block. Events that arrive during a call are kept.
+//! Threads: none. Calls block. Events are skipped.
 //! Units: sizes are bytes, as in QEMU.
 //! Promise: the error of a refused command has the command and QEMU's description.
 
@@ -38,14 +38,13 @@ pub enum QmpError {
 #[derive(Debug)]
 pub struct Qmp {
     stream: BufReader<UnixStream>,
-    events: Vec<Value>,
 }
 
 impl Qmp {
     /// Read the greeting, and leave negotiation mode.
     pub(super) fn greet(stream: UnixStream) -> Result<Self, QmpError> {
         stream.set_read_timeout(Some(TIMEOUT))?;
-        let mut qmp = Self { stream: BufReader::new(stream), events: Vec::new() };
+        let mut qmp = Self { stream: BufReader::new(stream) };
         qmp.hear()?;
         qmp.command("qmp_capabilities", json!({}))?;
         Ok(qmp)
@@ -70,16 +69,11 @@ impl Qmp {
                 let answer = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_string();
                 return Err(QmpError::Refused { command: command.into(), answer });
             }
-            match heard.get_mut("return") {
-                Some(value) => return Ok(value.take()),
-                None => self.events.push(heard),
+            // Anything else is an event.
+            if let Some(value) = heard.get_mut("return") {
+                return Ok(value.take());
             }
         }
-    }
-
-    /// Take the events received so far, oldest first.
-    pub fn take_events(&mut self) -> Vec<Value> {
-        std::mem::take(&mut self.events)
     }
 
     /// Returns the status of the guest, such as `running`, `paused` or `shutdown`.

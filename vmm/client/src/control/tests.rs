@@ -5,7 +5,7 @@ use ballast_base::Hva;
 use std::sync::Arc;
 
 const RANGE: Range = (Hva(0x10000), 4096);
-/// How long a discard waits that an engine is to read, however late the engine's thread runs.
+/// How long a discard waits that an engine will read, however late the engine's thread runs.
 const LONG: Duration = Duration::from_secs(5);
 
 fn read(pair: &Pair) -> ClientToEngine {
@@ -13,7 +13,7 @@ fn read(pair: &Pair) -> ClientToEngine {
     wire::decode(&message.bytes).expect("a message")
 }
 
-/// Reply to every copy there is, as an engine does, until something is over.
+/// Replies to each copy, like an engine, until `is_over`.
 fn reply_to_all(control: &ControlSocket, pair: &Pair, is_over: impl Fn() -> bool) {
     while !is_over() {
         if let Some(ClientToEngine::Discard { seq, .. }) =
@@ -33,7 +33,7 @@ fn connected() -> (ControlSocket, Arc<Pair>) {
 }
 
 #[test]
-fn a_discard_nobody_read_is_taken_back_and_other_messages_stay_in_order() {
+fn an_unread_discard_is_taken_back_and_other_messages_stay_in_order() {
     let (control, pair) = connected();
     pair.send(&ClientToEngine::Pong { seq: 71 }).expect("send");
     let error = control.discard(vec![RANGE], Duration::from_millis(300), || ()).expect_err("nobody answers");
@@ -44,11 +44,11 @@ fn a_discard_nobody_read_is_taken_back_and_other_messages_stay_in_order() {
 }
 
 #[test]
-fn a_discard_that_an_engine_took_and_dropped_is_answered_by_the_next_engine() {
+fn a_discard_that_a_dead_engine_read_is_answered_by_the_next_engine() {
     let (control, pair) = connected();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
-        // The first engine dies after it read the message; its reply never comes.
+        // The first engine dies after it read the message, and does not reply.
         let ClientToEngine::Discard { seq: first, .. } = read(&pair) else { panic!("not a discard") };
         let ClientToEngine::Discard { seq: second, ranges } = read(&pair) else { panic!("not a discard") };
         assert_eq!(ranges, [RANGE]);
@@ -61,12 +61,12 @@ fn a_discard_that_an_engine_took_and_dropped_is_answered_by_the_next_engine() {
 }
 
 #[test]
-fn a_reply_counts_if_no_later_copy_was_read_and_then_none_is_read_any_more() {
+fn a_reply_counts_if_no_later_copy_was_read_and_the_later_copies_are_taken_back() {
     let (control, pair) = connected();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
         let ClientToEngine::Discard { seq, .. } = read(&pair) else { panic!("not a discard") };
-        // The engine takes longer than the pause between copies.
+        // The engine takes longer than the time between copies.
         let peek = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
         while rustix::net::recv(&pair.theirs, &mut [0_u8; 64][..], peek).is_err() {
             std::thread::yield_now();
@@ -78,14 +78,14 @@ fn a_reply_counts_if_no_later_copy_was_read_and_then_none_is_read_any_more() {
 }
 
 #[test]
-fn a_copy_that_is_sent_again_is_not_overtaken_by_the_reply_to_a_later_one() {
+fn a_repeated_copy_is_not_overtaken_by_the_reply_to_a_later_one() {
     let (control, pair) = connected();
     let mut state = lock(&control.state);
     let [first, second] = [RANGE, (Hva(0x20000), 4096)].map(|range| state.add_waiter(vec![range]));
     state.send_copy(first);
     let ClientToEngine::Discard { .. } = read(&pair) else { panic!("not a discard") };
     [second, first, second].into_iter().for_each(|id| state.send_copy(id));
-    // The first one's are taken back, while an engine reads what comes behind them.
+    // The first waiter's copies are taken back, while an engine reads the ones behind them.
     let bytes = || scm::receive(&pair.theirs).expect("receive").expect("open").bytes;
     let taken = vec![bytes(), bytes()];
     let ClientToEngine::Discard { seq, .. } = read(&pair) else { panic!("not a discard") };
@@ -99,7 +99,7 @@ fn a_copy_that_is_sent_again_is_not_overtaken_by_the_reply_to_a_later_one() {
 }
 
 #[test]
-fn a_discard_that_an_engine_read_before_the_socket_was_replaced_is_not_said_to_have_failed() {
+fn a_discard_read_before_the_socket_was_replaced_is_not_reported_as_failed() {
     use std::sync::atomic::{AtomicBool, Ordering};
     let (control, old) = connected();
     let is_announced = AtomicBool::new(false);
@@ -121,13 +121,13 @@ fn a_discard_that_an_engine_read_before_the_socket_was_replaced_is_not_said_to_h
 }
 
 #[test]
-fn who_announces_a_discard_that_waits_keeps_nobody_from_the_socket() {
+fn the_announcement_of_a_waiting_discard_does_not_block_the_socket() {
     let (control, pair) = connected();
     std::thread::scope(|scope| {
         let (control, pair) = (&control, &pair);
         let (said, heard) = std::sync::mpsc::channel();
         let announce = move || {
-            // As the service thread does in each of its turns.
+            // Like the service thread in each of its turns.
             std::thread::scope(|scope| scope.spawn(|| control.pair()).join()).expect("no panic").expect("a pair");
             let _ = said.send(());
         };
@@ -140,7 +140,7 @@ fn who_announces_a_discard_that_waits_keeps_nobody_from_the_socket() {
 }
 
 #[test]
-fn a_discard_that_is_over_is_not_sent_on_a_new_socket() {
+fn a_discard_with_a_reply_is_not_sent_on_a_new_socket() {
     let (control, old) = connected();
     let mut state = lock(&control.state);
     let id = state.add_waiter(vec![RANGE]);
@@ -151,11 +151,11 @@ fn a_discard_that_is_over_is_not_sent_on_a_new_socket() {
     // Its thread has not run since.
     let new = Arc::new(Pair::new().expect("pair"));
     control.replace(new.clone());
-    assert!(new.take_back().is_empty(), "it would take effect after it is over");
+    assert!(new.take_back().is_empty(), "it would take effect after the reply");
 }
 
 #[test]
-fn a_new_socket_gets_the_discards_that_still_wait() {
+fn a_new_socket_gets_the_waiting_discards() {
     let (control, old) = connected();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(20), || ()));
@@ -182,7 +182,7 @@ fn no_discard_that_failed_was_ever_read_by_an_engine() {
             let mut random = 0x9E37_79B9_7F4A_7C15_u64;
             while !over.load(Ordering::Relaxed) {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                // It is absent for longer or shorter than the discards wait: the two race in every way.
+                // The engine is absent for longer or shorter than the discards wait, so both orders occur.
                 std::thread::sleep(Duration::from_micros(random >> 51));
                 let mut buffer = vec![0; scm::MAX_MESSAGE];
                 let got = rustix::net::recv(&pair.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT);
@@ -191,7 +191,7 @@ fn no_discard_that_failed_was_ever_read_by_an_engine() {
                     panic!("not a discard");
                 };
                 read.insert(ranges[0].0.0);
-                // Every eighth time it dies before it replies.
+                // In one of eight cases it dies before it replies.
                 if random >> 40 & 7 != 0 {
                     control.discard_done(seq, Ok(()));
                 }

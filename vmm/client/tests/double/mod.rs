@@ -1,6 +1,6 @@
 //! A scripted keeper and engine: the other side of the protocol, over real sockets, with the client's real userfaultfd.
 //!
-//! Every wait has a long timeout, so that a broken client fails a test and does not hang it.
+//! Each wait has a long timeout, so that a broken client fails a test instead of hanging it.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -21,7 +21,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub const VM: VmId = VmId(*b"ballast-test-vm.");
 
-/// `false`, with a printed skip, if this machine cannot run the test.
+/// False, with a printed skip, if this machine cannot run the test.
 pub fn have_uffd() -> bool {
     let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
     !missing("uffd", (!present).then_some("no userfaultfd with shared-memory minor faults for this user"))
@@ -52,7 +52,7 @@ impl Keeper {
         Self { listener: listen(&path), path, _dir: Some(dir) }
     }
 
-    /// Die: the listener is gone. The directory stays for the next keeper.
+    /// The listener dies. The directory stays for the next keeper.
     pub fn die(self) -> (Option<tempfile::TempDir>, PathBuf) {
         std::fs::remove_file(&self.path).expect("unlink");
         (self._dir, self.path)
@@ -68,7 +68,7 @@ impl Keeper {
         rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).expect("accept")
     }
 
-    /// The next client, with its attach message, which has no reply yet.
+    /// The next client, with its unanswered attach message.
     pub fn client(&self) -> Session {
         let socket = self.connection();
         let (message, fds) = receive(&socket);
@@ -92,7 +92,7 @@ fn listen(path: &Path) -> OwnedFd {
     socket
 }
 
-/// Bytes sent on this socket that the other side has not read yet.
+/// Bytes that were sent on this socket and not read yet.
 pub fn unread(socket: &OwnedFd) -> i32 {
     let mut bytes = 0;
     // SAFETY: this request writes one int, which is what it is given.
@@ -118,17 +118,17 @@ pub struct Session {
 }
 
 impl Session {
-    /// Answer the attach message with two fresh files. Returns their identities.
+    /// Replies to the attach message with two new files. Returns their identities.
     pub fn accept(&self) -> Vec<memfd::FileId> {
         self.accept_with(&[(RAM_STORE, 1)])
     }
 
-    /// The same, and no other process of the VM is there.
+    /// Like `accept`, for the first process of the VM.
     pub fn accept_first(&self) {
         self.accept_as(&[(RAM_STORE, 1)], true);
     }
 
-    /// The same with files of these stores after the state file: their numbers, and how many.
+    /// Like `accept`, with files of these stores after the state file, given as store number and number of files.
     pub fn accept_with(&self, stores: &[(u8, u8)]) -> Vec<memfd::FileId> {
         self.accept_as(stores, false)
     }
@@ -164,13 +164,13 @@ impl Session {
         wire::decode(&received.bytes).expect("decode")
     }
 
-    /// Zap these ranges; EINVAL also if a part of them was not zapped.
+    /// Zaps these ranges; EINVAL also if a part of them was not zapped.
     pub fn zap(&self, seq: u64, ranges: Vec<Range>) -> Option<i32> {
         let (error, kept) = self.zap_parts(seq, ranges);
         error.or((!kept.is_empty()).then_some(libc::EINVAL))
     }
 
-    /// The same; also returns the parts that were not zapped.
+    /// Zaps these ranges; also returns the parts that were not zapped.
     pub fn zap_parts(&self, seq: u64, ranges: Vec<Range>) -> (Option<i32>, Vec<Range>) {
         self.tell(&EngineToClient::Zap { seq, ranges });
         match self.hear() {
@@ -184,12 +184,12 @@ impl Session {
         assert_eq!(self.hear(), ClientToEngine::Pong { seq });
     }
 
-    /// Confirm every discard until `until` returns true. Returns the ranges of the first, if one came.
+    /// Confirms each discard until `until` returns true. Returns the ranges of the first one, if any.
     pub fn acknowledge_discards(&self, until: impl Fn() -> bool) -> Vec<Range> {
         self.answer_discards(until, None)
     }
 
-    /// The same, with or without an error.
+    /// Replies to each discard with this error, or none, until `until` returns true.
     pub fn answer_discards(&self, until: impl Fn() -> bool, error: Option<&str>) -> Vec<Range> {
         let mut first = None;
         while !until() {

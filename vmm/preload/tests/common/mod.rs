@@ -28,7 +28,7 @@ pub fn preloaded(program: impl AsRef<std::ffi::OsStr>, socket: &Path) -> Command
     command
 }
 
-/// A child process driven by lines; killed when dropped.
+/// A child process driven by lines; killed on drop.
 pub struct Driven {
     pub child: Child,
     input: Option<ChildStdin>,
@@ -44,13 +44,13 @@ impl Driven {
     }
 
     pub fn say(&mut self, line: &str) {
-        // In one write: QEMU may execute the command and exit before a newline that is written separately.
+        // In one write, because QEMU may execute the command and exit before a separate write of the newline.
         if let Err(error) = self.input.as_mut().expect("open").write_all(format!("{line}\n").as_bytes()) {
             self.died(&format!("writing {line:?}: {error}"));
         }
     }
 
-    /// Fail because the child ended early, with its status and standard error.
+    /// Fails because the child ended early, with its status and standard error.
     fn died(&mut self, what: &str) -> ! {
         use std::io::Read;
         let status = self.child.wait();
@@ -68,13 +68,13 @@ impl Driven {
         }
     }
 
-    /// Write a line and wait for the reply.
+    /// Writes a line and waits for the reply.
     pub fn ask(&mut self, line: &str) -> String {
         self.say(line);
         self.next()
     }
 
-    /// One QMP command; events on the way are dropped.
+    /// One QMP command; events before the reply are dropped.
     pub fn qmp(&mut self, command: &str, arguments: Value) -> Value {
         self.say(&json!({ "execute": command, "arguments": arguments }).to_string());
         loop {
@@ -86,14 +86,14 @@ impl Driven {
         }
     }
 
-    /// Read the greeting and leave negotiation mode.
+    /// Reads the greeting and leaves negotiation mode.
     pub fn qmp_start(&mut self) {
         let greeting = self.next();
         assert!(greeting.contains("QMP"), "{greeting}");
         self.qmp("qmp_capabilities", json!({}));
     }
 
-    /// Close its input and wait for its end. Returns the exit code and standard error.
+    /// Closes its input and waits for its end. Returns the exit code and standard error.
     pub fn finish(mut self) -> (Option<i32>, String) {
         use std::io::Read;
         drop(self.input.take());

@@ -11,7 +11,7 @@ fn planned(line: &str, add: bool) -> Result<Plan, String> {
 
 fn planned_for(line: &str, backing: Backing) -> Result<Plan, String> {
     let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-    inspect(&words, backing, &|path| path.starts_with("/dev/shm"))
+    inspect(&words, backing, &|path| path.starts_with("/dev/shm")).map_err(|why| why.to_string())
 }
 
 /// The command line after the edits.

@@ -1,8 +1,8 @@
-//! What is remembered of adopted VMs for the next engine: a file in the runtime directory.
+//! Remembers adopted VMs for the next engine, in a file in the runtime directory.
 //!
-//! Before: an operator adopted, limited or released a VM. After: an engine that begins reads it and goes on.
-//! Threads: any; one at a time writes. Promise: the file is replaced as a whole, so it is never half written. A process
-//! is known by its start time beside its pid.
+//! Before: an operator adopted, limited or released a VM. After: the next engine reads the file and continues.
+//! Threads: any; one at a time writes.
+//! Promise: the file is replaced atomically. A process is identified by its pid and start time.
 
 use std::io;
 use std::path::Path;
@@ -11,38 +11,28 @@ use ballast_policy::Settings;
 use ballast_sys::process::Process;
 use serde::{Deserialize, Serialize};
 
-/// The file's name.
 pub const FILE: &str = "adopted.json";
 
-/// All of it.
+/// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Kept {
-    /// The VMs.
     pub vms: Vec<KeptVm>,
-    /// Processes that an operator released: they are not adopted unasked.
+    /// Processes that an operator released: `all` does not adopt them again.
     pub released: Vec<KeptProcess>,
 }
 
-/// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptProcess {
-    /// Its pid.
     pub pid: u32,
-    /// Its start time.
     pub start: u64,
 }
 
-/// A VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptVm {
-    /// Its VMM.
     pub process: KeptProcess,
-    /// Its name here.
     pub name: String,
-    /// The operator's limit.
     pub limit_bytes: Option<u64>,
-    /// The operator's settings.
     pub settings: Settings,
 }
 
@@ -53,17 +43,13 @@ impl From<Process> for KeptProcess {
 }
 
 impl KeptProcess {
-    /// Does it run still?
     pub fn runs(self) -> bool {
         let found = Process::find(self.pid).ok().flatten();
         found.is_some_and(|process| Self::from(process) == self && !process.is_dying())
     }
 }
 
-/// Read the file; one that is not there is empty.
-///
-/// # Errors
-/// It cannot be read or understood.
+/// Reads the file; a missing file is empty.
 pub fn read(path: &Path) -> io::Result<Kept> {
     match std::fs::read(path) {
         Ok(text) => Ok(serde_json::from_slice(&text)?),
@@ -72,10 +58,6 @@ pub fn read(path: &Path) -> io::Result<Kept> {
     }
 }
 
-/// Replace the file.
-///
-/// # Errors
-/// It cannot be written.
 pub fn write(path: &Path, kept: &Kept) -> io::Result<()> {
     let next = path.with_extension("json.new");
     std::fs::write(&next, serde_json::to_vec_pretty(kept)?)?;
@@ -87,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_damage_is_an_error() {
+    fn a_file_is_read_as_written_and_a_damaged_one_is_an_error() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join(FILE);
         assert_eq!(read(&path).expect("nothing"), Kept::default());

@@ -1,10 +1,10 @@
 //! Adopted VMs: VMs that were started without Ballast, whose pages the kernel moves and whose limits are set here.
 //!
-//! Before: an operator names a VMM that runs, or the settings say all. After: the VM is in every list beside those that
+//! Before: an operator names a running VMM, or the settings say all. After: the VM is in every list beside those that
 //! attached, until its process ends or an operator releases it.
 //! Threads: any; `worker` holds VMs to their limits. Units: bytes.
-//! Promise: nothing of a VMM or its cgroup is changed, so an engine that dies leaves nothing behind. The next one goes
-//! on from the file ([`kept`]).
+//! Promise: nothing of a VMM or its cgroup is changed, so an engine that dies leaves nothing behind. The next one
+//! continues from the file ([`kept`]).
 
 pub mod kept;
 pub mod sample;
@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
+use anyhow::{anyhow, bail};
 use ballast_adopt::swap::{self, Swap};
 use ballast_adopt::{Adopted, Refusal, found, look};
 use ballast_api::AdoptRefusal;
@@ -30,10 +31,9 @@ use crate::events::Events;
 use kept::{Kept, KeptProcess, KeptVm};
 use vm::{AdoptedVm, Terms};
 
-/// Time to restore a page until swap was tried, in microseconds: what zram takes.
+/// Time to restore a page until swap was measured, in microseconds: as with zram.
 const USUAL_RESTORE_US: f64 = 8.0;
 
-/// The adopted VMs of this engine.
 #[derive(Debug)]
 pub struct AdoptedVms {
     file: PathBuf,
@@ -41,28 +41,22 @@ pub struct AdoptedVms {
     all: bool,
     list: RwLock<Vec<Arc<AdoptedVm>>>,
     released: Mutex<Vec<KeptProcess>>,
-    /// The file has been read, and no other engine writes it.
+    /// The file was read, and no other engine writes it.
     works: AtomicBool,
-    /// Wakes the worker.
     wake: OwnedFd,
     restore_us: OnceLock<f64>,
     events: Arc<Events>,
 }
 
-/// Processes and names that VMs have which attached.
+/// Processes and names of VMs that attached.
 #[derive(Clone, Debug, Default)]
 pub struct Taken {
-    /// Their processes.
     pub pids: HashSet<u32>,
-    /// Their names.
     pub names: HashSet<String>,
 }
 
 impl AdoptedVms {
-    /// None yet: [`AdoptedVms::resume`] reads the file in this directory.
-    ///
-    /// # Errors
-    /// There is no descriptor left.
+    /// Without VMs: [`AdoptedVms::resume`] reads the file in this directory. Fails without a descriptor.
     pub fn new(runtime_dir: &Path, all: bool, events: Arc<Events>) -> std::io::Result<Self> {
         Ok(Self {
             file: runtime_dir.join(kept::FILE),
@@ -76,22 +70,26 @@ impl AdoptedVms {
         })
     }
 
-    /// The VMs now.
     pub fn all(&self) -> Vec<Arc<AdoptedVm>> {
         self.list.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The VM of this name.
+    /// The host's swap now. It is not read if there are no VMs.
+    pub fn swap(&self) -> Swap {
+        let has_none = self.list.read().unwrap_or_else(PoisonError::into_inner).is_empty();
+        if has_none { Swap::default() } else { Swap::now() }
+    }
+
     pub fn by_name(&self, name: &str) -> Option<Arc<AdoptedVm>> {
         self.all().into_iter().find(|vm| vm.name() == name)
     }
 
-    /// What one page takes to come back from swap, in microseconds: measured once there are VMs.
+    /// Time to restore one page from swap, in microseconds: measured once there are VMs.
     pub fn restore_us(&self) -> f64 {
         *self.restore_us.get_or_init(|| swap::speed().map_or(USUAL_RESTORE_US, |speed| speed.in_us))
     }
 
-    /// Begin, or go on after another engine: read the file and adopt its VMs that run still.
+    /// Begins, or continues after another engine: reads the file and adopts those of its VMs that still run.
     pub fn resume(&self) {
         let kept = kept::read(&self.file).unwrap_or_else(|error| {
             let text = format!("{}: {error}: no VM of before is adopted", self.file.display());
@@ -102,7 +100,7 @@ impl AdoptedVms {
         let mut vms = Vec::new();
         for KeptVm { process, name, limit_bytes, settings } in kept.vms {
             if !process.runs() {
-                self.events.add(Some(name.clone()), "gone", format!("{name} ended meanwhile"));
+                self.events.add(Some(name.clone()), "gone", format!("{name} has ended"));
                 continue;
             }
             let terms = Terms { name: name.clone(), limit: limit_bytes.map(Bytes), target: None, settings };
@@ -116,23 +114,23 @@ impl AdoptedVms {
         self.notify();
     }
 
-    /// Stop, because another engine may begin: VMs keep what they have.
+    /// Stops, because another engine may begin: VMs keep what they have.
     pub fn rest(&self) {
         self.works.store(false, Ordering::Release);
     }
 
-    /// Does this engine work for the VMs?
+    /// Whether this engine works for the VMs.
     pub fn works(&self) -> bool {
         self.works.load(Ordering::Acquire)
     }
 
-    /// Wake the worker: terms have changed.
+    /// Wakes the worker, because terms have changed.
     pub fn notify(&self) {
-        // A full counter wakes it as well.
+        // A full counter wakes it, too.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Remember all VMs for the next engine.
+    /// Writes all VMs to the file, for the next engine.
     pub fn keep(&self) {
         let vms = self.all();
         let kept_vm = |vm: &Arc<AdoptedVm>| {
@@ -152,8 +150,8 @@ impl AdoptedVms {
     ///
     /// # Errors
     /// The reason, in words.
-    pub fn adopt(&self, pid: u32, name: Option<&str>, taken: &Taken) -> Result<Arc<AdoptedVm>, String> {
-        let of_pid = |why: Refusal| format!("process {pid}: {why}");
+    pub fn adopt(&self, pid: u32, name: Option<&str>, taken: &Taken) -> anyhow::Result<Arc<AdoptedVm>> {
+        let of_pid = |why: Refusal| anyhow!("process {pid}: {why}");
         if taken.pids.contains(&pid) {
             return Err(of_pid(Refusal::Paged));
         }
@@ -162,19 +160,19 @@ impl AdoptedVms {
         let vm = Adopted::new(found).map_err(of_pid)?;
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = list.iter().find(|known| known.vm.process == vm.process) {
-            return Err(format!("process {pid} is adopted already, as {}", known.name()));
+            bail!("process {pid} is adopted already, as {}", known.name());
         }
         let is_taken = |name: &str| taken.names.contains(name) || list.iter().any(|known| known.name() == name);
         let name = match (name, own) {
             (Some(name), _) => {
-                check_name(name).map_err(|error| error.to_string())?;
+                check_name(name)?;
                 if is_taken(name) {
-                    return Err(format!("another VM is named {name:?}"));
+                    bail!("another VM is named {name:?}");
                 }
                 name.to_owned()
             }
             (None, Some(own)) if check_name(&own).is_ok() && !is_taken(&own) => own,
-            // Pids are unique, so the list has no such name, unless somebody chose it.
+            // Pids are unique, so the list has no VM of that name, unless an operator chose it.
             (None, _) => format!("vm-{pid}"),
         };
         let adopted = Arc::new(AdoptedVm::new(vm, Terms { name: name.clone(), ..Terms::default() }));
@@ -188,7 +186,7 @@ impl AdoptedVms {
         Ok(adopted)
     }
 
-    /// Adopt all VMMs that are neither adopted nor paged. `unasked`: except those that an operator released.
+    /// Adopts all VMMs that are neither adopted nor attached. `unasked`: except those that an operator released.
     pub fn adopt_all(&self, taken: &Taken, unasked: bool) -> (Vec<Arc<AdoptedVm>>, Vec<AdoptRefusal>) {
         let known: HashSet<u32> = self.all().iter().map(|vm| vm.vm.process.pid).collect();
         let released = self.released.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -200,19 +198,19 @@ impl AdoptedVms {
             }
             match self.adopt(pid, None, taken) {
                 Ok(vm) => result.0.push(vm),
-                Err(reason) => result.1.push(AdoptRefusal { pid, reason }),
+                Err(why) => result.1.push(AdoptRefusal { pid, reason: format!("{why:#}") }),
             }
         }
         result
     }
 
-    /// The VMMs with this name on their command line, by pid.
+    /// Pids of VMMs with this name on their command line.
     pub fn named(name: &str) -> Vec<u32> {
         let is_it = |pid: &u32| look(*pid).is_ok_and(|found| found.vmm.name.as_deref() == Some(name));
         found::all().into_iter().filter(is_it).collect()
     }
 
-    /// Forget a VM: an operator released it, or its process ended.
+    /// Forgets a VM: an operator released it, or its process ended.
     pub fn forget(&self, vm: &Arc<AdoptedVm>, is_released: bool) {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         let before = list.len();
@@ -232,7 +230,7 @@ impl AdoptedVms {
         self.events.add(Some(name), kind, text);
     }
 
-    /// Give a VM the limit of a plan. Returns whether that changed anything; `None` if it is no adopted VM.
+    /// Gives a VM the limit of a plan. Returns whether that changed anything; `None` if it is no adopted VM.
     pub fn apply(&self, decision: &Decision) -> Option<bool> {
         let vm = self.all().into_iter().find(|vm| vm.id == decision.id)?;
         let after = match decision.action {
@@ -248,14 +246,14 @@ impl AdoptedVms {
         Some(changes)
     }
 
-    /// Remove the limits of all plans. Returns the number of VMs that had one.
+    /// Removes the limits of all plans. Returns the number of VMs that had one.
     pub fn free_all(&self) -> usize {
         let vms = self.all();
         let had = vms.iter().filter(|vm| vm.terms().target.is_some());
         had.map(|vm| vm.change(|terms| terms.target = None)).count()
     }
 
-    /// Why these limits cannot be kept, if one of them could need more swap than there is: the figures.
+    /// Why these limits cannot be kept, if one of them could need more swap than there is, with the figures.
     pub fn refusal(&self, changed: &AdoptedVm, limit: Option<Bytes>) -> Option<String> {
         let size = changed.vm.size();
         let limit = limit.filter(|limit| limit.0 < size)?;

@@ -11,16 +11,16 @@ use ballast_policy::{Class, Settings, VmSample};
 use super::vm::AdoptedVm;
 use crate::engine::governor::rates::Sums;
 
-/// A VM without its rates, and the sums for these; `None` if its VMM has ended.
+/// A sample without rates, and the sums for these; `None` if its VMM has ended.
 pub fn of(vm: &AdoptedVm, restore_us: f64, swap: &Swap) -> Option<(VmSample, Sums)> {
     let figures = vm.figures(restore_us).ok()?;
     let (terms, memory) = (vm.terms(), figures.memory);
     let pinned = vm.vm.pinned();
     let class = if pinned.is_some() { Class::Pinned } else { terms.settings.class };
-    let (us, restores) = (figures.stall.total_us, figures.restored_pages);
+    let us = figures.stall.total_us;
     let sums = match figures.stall_source {
-        StallSource::Cgroup => Sums { stall_ns: 0, kernel_us: Some(us), restores },
-        StallSource::Estimated => Sums { stall_ns: us * 1000, kernel_us: None, restores },
+        StallSource::Cgroup => Sums { stall_ns: 0, kernel_us: Some(us) },
+        StallSource::Estimated => Sums { stall_ns: us * 1000, kernel_us: None },
     };
     let sample = VmSample {
         name: terms.name,
@@ -35,7 +35,7 @@ pub fn of(vm: &AdoptedVm, restore_us: f64, swap: &Swap) -> Option<(VmSample, Sum
         settings: Settings { class, ..terms.settings },
         held: pinned.or_else(|| vm.blocked()).or_else(|| vm.vm.blocked(swap)),
         page_bytes: PAGE_SIZE as u64,
-        restores,
+        restores: figures.restored_pages,
         refault_page_ms: figures.refaults.page_ms,
         refault_milli_hz: figures.refaults.milli_hz,
         ..VmSample::default()

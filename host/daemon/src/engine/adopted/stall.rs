@@ -1,18 +1,18 @@
-//! How long an adopted VM waits for its memory, and how its refaults look to a policy.
+//! How long an adopted VM waits for its memory, and its refaults as policies see them.
 //!
-//! The kernel tells how long threads waited only of a VM in a cgroup of its own. Of others it tells how many pages they
-//! waited for, and how long one takes was measured on this host's swap. It tells no interval of a refault: what is
-//! wanted of far memory is taken to be all of it, once any comes back (Little's law then gives the mean interval).
+//! The kernel reports how long threads waited only for a VM in a cgroup of its own. For other VMs it reports the number
+//! of pages that they waited for; the time per page was measured on this host's swap. It reports no refault intervals:
+//! all far memory counts as wanted once some is restored (Little's law then gives the mean interval).
 //!
 //! Before: sums of the kernel. After: the stall in the form of PSI, and the sums that policies read.
-//! Threads: any, under the VM's lock. Units: in the names. Promise: sums only grow.
+//! Threads: any, under the VM's lock. Units: in the names.
+//! Promise: sums only grow.
 
 use std::time::Instant;
 
 use ballast_api::Psi;
 use ballast_pager::vm::stats::Averages;
 
-/// Sums and averages of one VM.
 #[derive(Debug)]
 pub struct Waits {
     at: Instant,
@@ -28,18 +28,17 @@ pub struct Waits {
 pub struct Refaults {
     /// Pages times milliseconds.
     pub page_ms: u64,
-    /// One over each interval, in 1/1000 Hz.
+    /// Sum of the inverse intervals, in 1/1000 Hz.
     pub milli_hz: u64,
 }
 
 impl Waits {
-    /// Nothing has been waited for.
     pub fn new(total_us: u64, now: Instant) -> Self {
         let [refault_page_ms, refault_milli_hz] = [0.0; 2];
         Self { at: now, total_us, averages: Averages::default(), restored: 0, refault_page_ms, refault_milli_hz }
     }
 
-    /// The sums are now these, and this number of pages is far.
+    /// Adds what changed: these are the sums now, and this number of pages is far.
     pub fn add(&mut self, total_us: u64, restored: u64, far_pages: u64, now: Instant) {
         let elapsed = now.saturating_duration_since(self.at);
         let seconds = elapsed.as_secs_f64();
@@ -50,7 +49,7 @@ impl Waits {
         self.averages.add(share * 100.0, elapsed);
         let came = restored.saturating_sub(self.restored) as f64;
         if came > 0.0 {
-            // At least what came was far.
+            // At least the restored pages were far.
             let far = (far_pages as f64).max(came);
             self.refault_page_ms += far * seconds * 1e3;
             self.refault_milli_hz += came * came / (far * seconds) * 1e3;
@@ -64,7 +63,6 @@ impl Waits {
         Psi { avg10, avg60, avg300, total_us: self.total_us }
     }
 
-    /// The refaults.
     pub fn refaults(&self) -> Refaults {
         Refaults { page_ms: self.refault_page_ms as u64, milli_hz: self.refault_milli_hz as u64 }
     }
@@ -76,11 +74,11 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn averages_follow_the_share_that_is_waited_and_refaults_have_the_mean_interval() {
+    fn averages_follow_the_share_of_stalls_and_refaults_have_the_mean_interval() {
         let begun = Instant::now();
         let mut waits = Waits::new(5, begun);
         for second in 1..=20 {
-            // A fifth of each second; 100 pages come back, of 400 that are far: each after 4 s.
+            // A fifth of each second; 100 pages are restored, of 400 that are far: each after 4 s.
             waits.add(5 + second * 200_000, second * 100, 400, begun + Duration::from_secs(second));
         }
         let Psi { avg10, avg60, avg300, total_us } = waits.psi();
@@ -91,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_that_go_back_and_no_time_change_nothing() {
+    fn sums_that_fall_and_an_interval_of_zero_change_nothing() {
         let begun = Instant::now();
         let mut waits = Waits::new(100, begun);
         waits.add(0, 0, 0, begun + Duration::from_secs(1));

@@ -1,8 +1,8 @@
-//! An adopted VM of this engine: its terms, and the work that holds it to them.
+//! An adopted VM of this engine: its terms (limits and settings), and the work that holds it to them.
 //!
-//! Before: an operator adopted it, or the settings say all. After: [`AdoptedVm::work`] is called when it says so.
+//! Before: an operator adopted it, or the settings say all. After: [`AdoptedVm::work`] is called when it is due.
 //! Threads: API threads and the governor change terms; the worker of adopted VMs works. Units: bytes.
-//! Promise: its memory is never below what the terms allow by more than a step. A reason why nothing goes is in its
+//! Promise: its memory is never below the terms by more than a step. The reason why nothing can be reclaimed is in its
 //! status, and is an event when it begins and when it ends.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,35 +20,33 @@ use ballast_sys::process::Process;
 use super::stall::{Refaults, Waits};
 use crate::events::Events;
 
-/// Most memory that goes in one call of the kernel's: others wait for it.
+/// Most memory reclaimed by one write to `memory.reclaim`: the other VMs wait until it returns.
 const STEP: u64 = 8 * MIB;
-/// It goes down to 1/MARGIN below the limit, and that is at least so much.
+/// Reclaim goes to 1/MARGIN below the limit, and at least to LEAST_MARGIN below it.
 const MARGIN: u64 = 64;
 const LEAST_MARGIN: u64 = MIB;
-/// Times between two looks at a VM that is below its limit: shortest after it was above, doubled up to the longest, and
-/// on to the idle one while its resident memory stays as it is.
+/// Time between two checks of a VM below its limit: SHORTEST after it was above, doubled up to LONGEST, and on to IDLE
+/// while its resident memory does not change.
 const SHORTEST: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(250);
-const IDLE: Duration = Duration::from_secs(1);
-/// Resident memory of an idle VM differs by less than this between two looks.
+const IDLE: Duration = Duration::from_millis(500);
+/// Between two checks, resident memory of an idle VM differs by less than this.
 const FEW: u64 = MIB / 4;
-/// VMs whose next look is later than this have it together, so that the worker wakes up once for all of them.
-const TOGETHER: Duration = Duration::from_millis(250);
-/// Time after which what failed is tried again.
+/// Idle VMs are checked together, at the next multiple of this, so that the worker wakes up once for all of them.
+const TOGETHER: Duration = Duration::from_secs(1);
+/// Time before a failed step is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Steps without progress, one after the other, until that is said.
+/// Steps in a row without progress until that is reported.
 const IDLE_STEPS: u32 = 4;
 
-/// What operators and policies want of it.
+/// The limits and settings by operators and policies.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Terms {
-    /// Its name here.
     pub name: String,
     /// The operator's limit.
     pub limit: Option<Bytes>,
     /// The limit of the last plan.
     pub target: Option<Bytes>,
-    /// The operator's settings.
     pub settings: Settings,
 }
 
@@ -59,14 +57,12 @@ impl Terms {
     }
 }
 
-/// An adopted VM.
 #[derive(Debug)]
 pub struct AdoptedVm {
-    /// Its process and its memory.
     pub vm: Adopted,
     /// Unique; never used again.
     pub id: String,
-    /// An operator wants it released with all of its memory in DRAM.
+    /// An operator wants it released once all of its memory is in DRAM.
     pub leaves: AtomicBool,
     since: Instant,
     terms: Mutex<Terms>,
@@ -78,27 +74,21 @@ pub struct AdoptedVm {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Pace {
-    /// How often terms have changed. What was found under other terms does not count.
+    /// Counts the changes of terms: results under other terms do not count.
     changes: u64,
     pause: Duration,
     due: Option<Instant>,
     idle_steps: u32,
-    /// What was resident at the last look below the limit.
+    /// Resident memory at the last check below the limit.
     resident: u64,
 }
 
-/// Figures of now.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// Where its memory is.
     pub memory: Memory,
-    /// Pages that were restored.
     pub restored_pages: u64,
-    /// Its stall.
     pub stall: Psi,
-    /// Where that comes from.
     pub stall_source: StallSource,
-    /// Its refaults.
     pub refaults: Refaults,
 }
 
@@ -106,14 +96,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The identity of a process of this boot: half of the boot's, then start time and pid.
+/// The id of a process of this boot: half of the boot's id, then start time and pid.
 fn identity(Process { pid, start }: Process) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot: String = boot.chars().filter(char::is_ascii_hexdigit).take(16).collect();
     format!("{boot:0>16}{:016x}", (start << 22) | u64::from(pid))
 }
 
-/// Time from then until the next look at all VMs that may wait for each other.
+/// Time from `then` until the next common check of idle VMs.
 fn until_all_look(then: Instant) -> Duration {
     static BEGUN: OnceLock<Instant> = OnceLock::new();
     let since = then.saturating_duration_since(*BEGUN.get_or_init(|| then));
@@ -121,7 +111,6 @@ fn until_all_look(then: Instant) -> Duration {
 }
 
 impl AdoptedVm {
-    /// A VM with these terms.
     pub fn new(vm: Adopted, terms: Terms) -> Self {
         Self {
             id: identity(vm.process),
@@ -136,24 +125,22 @@ impl AdoptedVm {
         }
     }
 
-    /// Its terms.
     pub fn terms(&self) -> Terms {
         locked(&self.terms).clone()
     }
 
-    /// Its name.
     pub fn name(&self) -> String {
         locked(&self.terms).name.clone()
     }
 
-    /// Change its terms. The caller wakes the worker.
+    /// Changes its terms. The caller wakes the worker.
     pub fn change(&self, change: impl FnOnce(&mut Terms)) {
         change(&mut locked(&self.terms));
         let pace = &mut *locked(&self.pace);
         *pace = Pace { changes: pace.changes + 1, ..Pace::default() };
     }
 
-    /// Why nothing of it goes, if so.
+    /// Why nothing of it can be reclaimed, if so.
     pub fn blocked(&self) -> Option<String> {
         if self.leaves.load(Ordering::Acquire) {
             return Some("all of its memory comes back, then it is released".into());
@@ -161,10 +148,7 @@ impl AdoptedVm {
         locked(&self.blocked).clone()
     }
 
-    /// Its figures; `restore_us` is what one page takes to come back.
-    ///
-    /// # Errors
-    /// Its VMM has ended.
+    /// Current figures; an error if its VMM has ended. `restore_us`: time to restore one page.
     pub fn figures(&self, restore_us: f64) -> std::io::Result<Figures> {
         let memory = self.vm.memory()?;
         let restored_pages = self.vm.restored_pages();
@@ -177,15 +161,15 @@ impl AdoptedVm {
         Ok(Figures { memory, restored_pages, stall: waits.psi(), stall_source, refaults: waits.refaults() })
     }
 
-    /// When there is work, if ever.
+    /// When the next work is due, if ever.
     pub fn due(&self) -> Option<Instant> {
         let has_limit = locked(&self.terms).effective_limit().is_some();
         has_limit.then(|| locked(&self.pace).due.unwrap_or(self.since))
     }
 
-    /// Hold it to its limit: one step at most.
+    /// Holds it to its limit, by at most one step.
     pub fn work(&self, swap: &Swap, events: &Events) {
-        // A copy: a step may take the kernel long, and who changes the terms must not wait for it.
+        // A copy, because the kernel may take long for a step, and a change of the terms must not wait for it.
         let mut pace = *locked(&self.pace);
         let Some(limit) = locked(&self.terms).effective_limit() else { return };
         let begun = clock::cpu_time();
@@ -208,7 +192,7 @@ impl AdoptedVm {
                 AGAIN
             }
             Err(error) => {
-                // It may have mapped its RAM anew. If it ended, its descriptor says so.
+                // It may have mapped its RAM anew. If it has ended, its pidfd says so.
                 if !self.vm.has_ended() {
                     let why = self.vm.look_again().err().map_or_else(|| error.to_string(), |why| why.to_string());
                     self.say(self.vm.pinned().or(Some(why)), events);
@@ -217,7 +201,7 @@ impl AdoptedVm {
             }
         };
         let now = Instant::now();
-        pace.due = Some(now + if pause < TOGETHER { pause } else { pause + until_all_look(now + pause) });
+        pace.due = Some(now + if pause < IDLE { pause } else { pause + until_all_look(now + pause) });
         let held = &mut *locked(&self.pace);
         if held.changes == pace.changes {
             *held = pace;
@@ -251,7 +235,7 @@ impl AdoptedVm {
         }
         pace.idle_steps += 1;
         if pace.idle_steps < IDLE_STEPS {
-            // What is resident was an estimate: only a count shows that there is nothing to take.
+            // Resident memory was an estimate: only a count shows that nothing can be reclaimed.
             self.vm.scan()?;
             return Ok(Outcome::Again);
         }
@@ -260,7 +244,7 @@ impl AdoptedVm {
         Ok(Outcome::Blocked(self.vm.pinned().unwrap_or_else(stays)))
     }
 
-    /// What its status says from now on.
+    /// Changes the reason in its status.
     fn say(&self, why: Option<String>, events: &Events) {
         let before = std::mem::replace(&mut *locked(&self.blocked), why.clone());
         let name = self.name();
@@ -272,14 +256,14 @@ impl AdoptedVm {
     }
 }
 
-/// The outcome of one piece of work.
+/// The result of a step.
 enum Outcome {
     /// It is below its limit, with this much resident.
     Below(u64),
-    /// Some memory went.
+    /// Some memory was reclaimed.
     Went,
-    /// Nothing went this time.
+    /// Nothing was reclaimed this time.
     Again,
-    /// Nothing can go.
+    /// Nothing can be reclaimed.
     Blocked(String),
 }

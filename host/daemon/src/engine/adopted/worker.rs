@@ -1,8 +1,9 @@
 //! The worker of adopted VMs: holds each to its limit, and sees VMMs start and end.
 //!
 //! Before: the engine began. After: it ends with the engine.
-//! Threads: this one, and one more for each VM whose memory comes back. Promise: without a limit, and without
-//! `[adopt] all`, it sleeps until a VMM ends. VMs above their limits take turns, a step each.
+//! Threads: this one, and one for each VM whose memory is being restored.
+//! Promise: without a limit, and without `[adopt] all`, it sleeps until a VMM ends. VMs above their limits take turns,
+//! one step each.
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -12,23 +13,21 @@ use std::time::{Duration, Instant};
 
 use ballast_adopt::swap::Swap;
 use ballast_base::wire::check_name;
+use ballast_sys::priority::run_first;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::vm::AdoptedVm;
 use super::{AdoptedVms, Taken};
 use crate::engine::host::Host;
 
-/// Time between two looks for VMMs that started.
+/// Time between searches for new VMMs.
 const FINDS_EVERY: Duration = Duration::from_secs(2);
-/// Time between two looks at swap.
+/// Time between reads of the state of swap.
 const SWAP_EVERY: Duration = Duration::from_millis(100);
-/// Time between two looks at whether a VM that is adopted has attached, or its name has been taken.
+/// Time between checks whether an adopted VM has attached, or its name was taken.
 const CHECKS_EVERY: Duration = Duration::from_secs(5);
 
-/// Start it.
-///
-/// # Errors
-/// There is no thread left.
+/// Starts the worker; fails without a thread.
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     std::thread::Builder::new().name("adopted".into()).spawn(move || {
         let mut worker = Worker {
@@ -38,6 +37,9 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
             swap: (Swap::default(), None),
             refused: HashSet::new(),
         };
+        // The kernel has no fault of an adopted VM wait for reclaim. At the guests' own priority, on a host whose CPUs
+        // are all busy, VMs read their pages back as fast as they go out.
+        run_first();
         loop {
             worker.turn();
         }
@@ -45,7 +47,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What VMs that attached have.
+/// Processes and names of VMs that attached.
 pub fn taken(host: &Host) -> Taken {
     let mut taken = Taken::default();
     for served in host.all() {
@@ -55,7 +57,7 @@ pub fn taken(host: &Host) -> Taken {
     taken
 }
 
-/// Release a VM once all of its memory is back.
+/// Releases a VM once all of its memory is restored.
 pub fn bring_back(host: Arc<Host>, vm: Arc<AdoptedVm>) -> std::io::Result<()> {
     vm.leaves.store(true, Ordering::Release);
     vm.change(|terms| (terms.limit, terms.target) = (None, None));
@@ -76,7 +78,7 @@ struct Worker {
     looks: Instant,
     checks: Instant,
     swap: (Swap, Option<Instant>),
-    /// VMMs of which it was said why they are not adopted.
+    /// VMMs for which the reason of their refusal was reported.
     refused: HashSet<u32>,
 }
 
@@ -107,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// Until a VMM ends, terms change, or there is work. Returns the VMs that ended.
+    /// Sleeps until a VMM ends, terms change, or work is due. Returns the VMs that ended.
     fn sleep(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) -> Vec<Arc<AdoptedVm>> {
         let looks = (adopted.all && adopted.works()).then_some(self.looks);
         let checks = (!vms.is_empty()).then_some(self.checks);
@@ -145,7 +147,7 @@ impl Worker {
         }
     }
 
-    /// A VM is paged or adopted, and names are unique.
+    /// A VM is either attached or adopted, and names are unique.
     fn check(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) {
         let taken = taken(&self.host);
         for vm in vms {

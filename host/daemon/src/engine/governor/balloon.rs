@@ -1,15 +1,16 @@
-//! The balloon first: what the policy in force has a guest's agent hold.
+//! The balloon: how much the agents of guests should hold under the current policy, before anything is paged.
 //!
-//! Before: a plan was applied. After: each agent was told how much of which node it should hold ([`balloon`]).
-//! Threads: the governor's. Promise: a node that an operator named is the operator's; without a policy nothing is held
-//! for one; an agent that is silent, or lies about its pages, is asked for nothing.
+//! Before: a plan was applied. After: each agent was told how much of which node to hold ([`balloon`]).
+//! Threads: the governor's.
+//! Promise: nodes that an operator named are left to the operator; without a policy, nothing is requested; an agent
+//! that is silent, or lies about its pages, gets a request for nothing.
 
 use ballast_base::PAGE_SIZE;
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::guest::told;
 use ballast_policy::balloon::{GuestNode, balloon};
 
-/// Ask, or ask for nothing any more if no policy decides.
+/// Asks the agent; for nothing, if no policy decides.
 pub fn ask(vm: &Vm, is_active: bool) {
     let agent = vm.agent();
     if !is_active {

@@ -1,15 +1,16 @@
-//! Memory on demand, of a pool that has promised more than it has: when little is left for touches, what it has is
-//! divided among these VMs as the host's memory is among all of them, by the same policy and the same settings.
+//! Memory on demand, of a pool that has promised more than it has. When little is left for touches, the pool's memory
+//! is divided among the VMs on demand, by the policy and the settings that divide the host's memory among all VMs.
 //!
-//! Each node that has promised more is divided by itself, among the VMs that have all of their memory on demand there:
-//! a page for a touch is of one node, and a limit makes a VM give up pages of any. So a VM of several nodes has no
-//! limit for the pool, and each of these nodes keeps all that it was promised there.
+//! Each node that has promised more is divided separately, among the VMs with all of their memory on demand there,
+//! because a page for a touch must be of one node, but a limit makes a VM give up pages of any. So a VM of several
+//! nodes gets no limit for the pool, and each of its nodes keeps everything that it was promised there.
 //!
-//! Before: a plan for the host, or none. After: the plan says the lower of both limits for these VMs, and the reclaim
-//! workers make room. Threads: the governor's; [`far`](super::far) asks for [`sizes`]. Units: bytes.
-//! Promise: an operator's limit and reservation hold. While twice what is to be left is left, no VM is limited for the
-//! pool. A VM is never asked to have less than a quarter of an equal part of what is not reserved, however much others
-//! touch; and all VMs can have at once what they must have.
+//! Before: a plan for the host, or none. After: the plan has the lower of both limits for these VMs, and the reclaim
+//! workers make room.
+//! Threads: the governor's; [`far`](super::far) asks for [`sizes`]. Units: bytes.
+//! Promise: an operator's limit and reservation hold. While at least twice the reserve for touches is left, no VM is
+//! limited for the pool. No VM gets less than a quarter of an equal part of what is not reserved, however much others
+//! touch; and all VMs can have their minimum at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,16 +27,15 @@ use crate::engine::host::Host;
 use crate::engine::pool::demand::Promised;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// The policy where the operator chose none.
+/// The policy, if the operator chose none.
 const DEFAULT: Kind = Kind::Maestro;
-/// A VM has at least 1/LEAST of an equal part of what is divided.
+/// A VM has at least 1/LEAST of an equal part of the divided memory.
 const LEAST: u64 = 4;
 
-/// What the governor remembers of each node, by its number on the host.
+/// The governor's state of each node, by its number on the host.
 #[derive(Debug, Default)]
 pub(super) struct Divisions(BTreeMap<u32, Division>);
 
-/// What it remembers of one.
 #[derive(Debug, Default)]
 struct Division {
     state: State,
@@ -44,22 +44,22 @@ struct Division {
     divides: bool,
 }
 
-/// A VM on demand, beyond its sample.
+/// A VM on demand, in addition to its sample.
 struct Part {
     /// Memory that it has on demand.
     touched_bytes: u64,
     /// Its other memory.
     elsewhere_bytes: u64,
-    /// Faults that wanted a page which was not far.
+    /// Faults for pages that were not far.
     first_touches: u64,
 }
 
 /// A node's VMs on demand.
 #[derive(Default)]
 struct Parts {
-    /// Those of this node alone, by their ids.
+    /// VMs of this node alone, by id.
     alone: BTreeMap<String, Part>,
-    /// What VMs of several nodes were promised of this one, and have not touched.
+    /// Memory of this node that VMs of several nodes were promised and have not touched.
     untouched_bytes: u64,
 }
 
@@ -80,17 +80,17 @@ impl Parts {
 }
 
 impl Divisions {
-    /// Is anything divided now?
+    /// Whether anything is divided now.
     pub fn divides(&self) -> bool {
         self.0.values().any(|division| division.divides)
     }
 
-    /// Is this VM limited for the pool?
+    /// Whether this VM is limited for the pool.
     pub fn limits(&self, id: &str) -> bool {
         self.0.values().any(|division| division.divides && division.limited.contains(id))
     }
 
-    /// Adds the limits for the pool to this plan. Returns messages for operators where it begins or ends.
+    /// Adds the limits for the pool to this plan. Returns messages for operators where a division begins or ends.
     pub fn add(&mut self, plan: &mut Plan, snapshot: &Snapshot, host: &Host, setup: &Setup) -> Vec<String> {
         let mut over = host.pool.demand.overcommitted();
         for numa in over.keys() {
@@ -144,16 +144,16 @@ impl Division {
         })
     }
 
-    /// The plan for what the pool has.
+    /// The plan for the pool's memory.
     fn divide(&mut self, parts: &Parts, snapshot: &Snapshot, over: Overcommitted, setup: &Setup) -> Option<Plan> {
         let with = |vm: &VmSample| {
             let part = parts.alone.get(&vm.id)?;
-            // A page that was never touched is wanted as one that is far is.
+            // A page that was never touched is wanted like a far page.
             Some(VmSample { restores: vm.restores + part.first_touches, ..vm.clone() })
         };
         let vms: Vec<VmSample> = snapshot.vms.iter().filter_map(with).collect();
         let elsewhere = parts.alone.values().map(|part| part.elsewhere_bytes).sum::<u64>();
-        // Nobody can take pages from files that no VM of this engine has, or from parts of files outside its regions.
+        // Pages of files that no VM of this engine has, or of parts outside its regions, cannot be reclaimed.
         let touched = parts.alone.values().map(|part| part.touched_bytes).sum();
         let others = over.touched.0.saturating_sub(touched) + parts.untouched_bytes;
         let ours = over.has.0.saturating_sub(over.high().0).saturating_sub(others);
@@ -170,17 +170,16 @@ impl Division {
             smallest_bytes,
             ..snapshot.host
         };
-        let kind = if setup.policy == Kind::None { DEFAULT } else { setup.policy };
-        let policy = kind.policy(setup.params)?;
-        guarded(&*policy, &Snapshot { host, vms, ..*snapshot }, &mut self.state)
+        let policy = if setup.policy == Kind::None { DEFAULT } else { setup.policy };
+        guarded(&Setup { policy, ..*setup }, &Snapshot { host, vms, ..*snapshot }, &mut self.state)
     }
 
-    /// The lower of both limits is the VM's.
+    /// Gives the VM the lower of both limits.
     fn merge(&mut self, plan: &mut Plan, mut ours: Decision, over: Overcommitted, policy: &str) {
         let Some(theirs) = plan.decisions.iter_mut().find(|decision| decision.id == ours.id) else { return };
         let Some(limit) = ours.limit_bytes.filter(|_| ours.action == Action::Limit) else {
             if ours.action == Action::Leave && theirs.action == Action::Free {
-                // It is held, perhaps because of its first limit: that stays.
+                // The VM is held, perhaps because of its first limit: that stays.
                 *theirs = ours;
             }
             return;
@@ -194,7 +193,7 @@ impl Division {
         *theirs = ours;
     }
 
-    /// No VM is limited for the pool: one of which the plan says nothing keeps no limit of that kind.
+    /// No VM is limited for the pool any more: a VM without a decision in the plan must not keep its limit.
     fn release(&mut self, plan: &mut Plan, snapshot: &Snapshot) {
         let limited = std::mem::take(&mut self.limited);
         let all = snapshot.vms.iter().zip(&mut plan.decisions);
@@ -209,23 +208,22 @@ impl Division {
     }
 }
 
-/// What a VM has on demand, in bytes by the node; nothing if it has none.
+/// Bytes that a VM has on demand, by node.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Ours(BTreeMap<u32, u64>);
 
 impl Ours {
-    /// All of it.
     pub fn bytes(&self) -> u64 {
         self.0.values().sum()
     }
 
-    /// Its node, if it is of one.
+    /// Its node, if it has only one.
     pub fn node(&self) -> Option<u32> {
         self.0.keys().next().copied().filter(|_| self.0.len() == 1)
     }
 }
 
-/// All VMs, and what each has on demand: together no more of a file of the pool than was promised in it.
+/// All VMs, with what each has on demand: at most as much of a file of the pool as was promised in it.
 pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, Ours)> {
     let mut left = promised.clone();
     let ours = |served: Arc<Served>| {
@@ -236,7 +234,7 @@ pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, Ours)
     host.all().into_iter().map(ours).collect()
 }
 
-/// Takes what is at these places of what is left of the promises.
+/// Subtracts these places from the promises that are left, and returns the subtracted bytes by node.
 fn claim(left: &mut Promised, places: impl Iterator<Item = (FileId, u64, u64)>) -> Ours {
     let mut ours = BTreeMap::<u32, u64>::new();
     for (file, start, end) in places {
@@ -283,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_on_demand_alone_share_what_the_pool_has_less_what_is_to_be_left_and_none_is_left_with_nothing() {
+    fn vms_on_demand_share_the_pools_memory_except_its_reserve_and_none_gets_nothing() {
         let snapshot = Snapshot {
             at_ms: 1000,
             vms: vec![vm("all", 1000 * MIB), vm("none", 0), vm("other", GIB)],
@@ -303,12 +301,12 @@ mod tests {
         }
     }
 
-    /// What each VM is to have at least and has as its limit, of these VMs and what they have touched.
+    /// The minimum of each VM, and the limits, for these VMs and what they have touched.
     fn limits(vms: Vec<VmSample>, over: Overcommitted) -> (u64, Vec<Option<u64>>) {
         limits_beside(vms, over, 0)
     }
 
-    /// The same beside VMs of several nodes, which have not touched so much of what they were promised.
+    /// Like `limits`, with VMs of several nodes that have not touched `untouched_bytes` of their promised memory.
     fn limits_beside(vms: Vec<VmSample>, over: Overcommitted, untouched_bytes: u64) -> (u64, Vec<Option<u64>>) {
         let part = |vm: &VmSample| Part { touched_bytes: vm.resident_bytes, elsewhere_bytes: 0, first_touches: 0 };
         let parts = Parts { alone: vms.iter().map(|vm| (vm.id.clone(), part(vm))).collect(), untouched_bytes };
@@ -318,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_client_touched_that_is_no_vm_here_is_not_divided() {
+    fn memory_touched_by_a_client_that_is_no_vm_here_is_not_divided() {
         let over = Overcommitted { has: Bytes(16 * GIB), promised: Bytes(22 * GIB), touched: Bytes(16 * GIB) };
         let attached = VmSample { size_bytes: 14 * GIB, ..vm("attached", 8 * GIB) };
         let (divided, limits) = limits(vec![attached], over);
@@ -328,16 +326,16 @@ mod tests {
     }
 
     #[test]
-    fn what_a_vm_of_several_nodes_was_promised_is_left_for_its_touches() {
+    fn memory_promised_to_a_vm_of_several_nodes_is_left_for_its_touches() {
         let over = Overcommitted { has: Bytes(8 * GIB), promised: Bytes(10 * GIB), touched: Bytes(8 * GIB) };
-        // It has touched 1 GiB, and 2 GiB more are to come.
+        // It has touched 1 GiB, and 2 GiB more may follow.
         let alone = VmSample { size_bytes: 7 * GIB, ..vm("alone", 7 * GIB) };
         let (_, limits) = limits_beside(vec![alone], over, 2 * GIB);
         assert!(limits[0].expect("a limit") <= 5 * GIB - over.high().0, "{limits:?}");
     }
 
     #[test]
-    fn the_least_that_vms_must_have_fits_what_the_pool_has_whatever_is_reserved_or_left_alone() {
+    fn the_minimum_of_all_vms_fits_the_pools_memory_whatever_is_reserved() {
         let over = Overcommitted { has: Bytes(8 * GIB), promised: Bytes(9 * GIB), touched: Bytes(8 * GIB) };
         let ours = over.has.0 - over.high().0;
         let other = |resident| VmSample { size_bytes: 2 * GIB, ..vm("other", resident) };
@@ -352,11 +350,11 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_the_pool_did_not_promise_counts_for_nothing_and_one_that_it_did_once_up_to_the_promise() {
+    fn a_file_counts_only_if_the_pool_promised_it_once_and_up_to_the_promise() {
         let file = |ino| FileId { dev: 1, ino };
         let mut left = Promised::from([(file(1), (0, Bytes(8 * MIB))), (file(2), (1, Bytes(4 * MIB)))]);
         let ours = |node, mib| Ours(BTreeMap::from([(node, mib * MIB)]));
-        // Made longer by its VMM, and with one of the VMM's own.
+        // A file made longer by its VMM, and a file of the VMM's own.
         let places = [(file(1), 0, 6 * MIB), (file(9), 0, GIB), (file(1), 6 * MIB, 100 * MIB)];
         assert_eq!(claim(&mut left, places.into_iter()), ours(0, 8));
         let again = claim(&mut left, [(file(1), 0, 8 * MIB)].into_iter());
@@ -366,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lower_limit_holds_a_vm_that_is_held_is_left_alone_and_in_the_end_no_limit_of_the_pool_is_left() {
+    fn the_lower_limit_holds_a_held_vm_is_left_alone_and_at_the_end_no_limit_is_left() {
         let mut division = Division::default();
         let ids = ["free", "lower", "higher", "held", "silent"];
         let theirs = [
@@ -390,7 +388,7 @@ mod tests {
         assert_eq!(now(&plan), [ours, (Action::Limit, Some(MIB)), ours, (Action::Leave, None), ours]);
         let why = plan.decisions[0].reasons[0].to_string();
         assert!(why.contains("has 1 GiB for VMs on demand, which were promised 2 GiB, and 24 MiB are left"), "{why}");
-        // A program that says nothing of a VM leaves it what the pool gave it, which is no more.
+        // A program that does not mention a VM leaves it its limit for the pool, which is no higher.
         let mut last = Plan { decisions: ids.map(|id| decision(id, Action::Leave, None)).to_vec(), ..Plan::default() };
         let mut vms = ids.map(|id| vm(id, 0)).to_vec();
         vms[0].held = Some("for a moment".into());

@@ -1,10 +1,11 @@
-//! How much of what VMs on demand were promised they can have far: all at the same time, and those of each node.
+//! How much of their promised memory VMs on demand can have far: all of them at once, and those of each node.
 //!
 //! Before: the pool is asked for memory on demand, or an operator changes a VM that has some. After: the pool promises
-//! no more than it has and can be far. Threads: the pool's, without its lock; those of the API, which change settings.
-//! Both hold the governor's lock, so that a promise and a change at the same moment see each other. Units: bytes.
-//! Promise: pages count as if none could be compressed, and stores only with the room that other VMs and the host
-//! leave. What others put into a store later is not foreseen.
+//! no more than it has and what can be far.
+//! Threads: the pool's, without its lock; those of the API, which change settings. Both hold the governor's lock, so
+//! that a promise and a simultaneous change see each other. Units: bytes.
+//! Promise: pages count as incompressible, and stores only with the space that other VMs and the host leave. What
+//! others put into a store later is not foreseen.
 
 use std::collections::BTreeMap;
 
@@ -20,22 +21,22 @@ use crate::engine::host::Host;
 use crate::engine::pool::demand::Over;
 use crate::engine::served::Served;
 
-/// A VM keeps 1/KEEPS of its memory, so that it can go on.
+/// A VM keeps 1/KEEPS of its memory, so that it can run.
 const KEEPS: u64 = 8;
 
-/// A VM in a kind of store.
+/// A VM's part in one kind of store.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
-    /// How much of its memory on demand can be there; 0 for a VM that has none, or if the store refuses pages now.
+    /// How much of its memory on demand can be there; 0 without such memory, or if the store refuses pages now.
     can_go: u64,
-    /// What its store takes.
+    /// What its store occupies.
     stored: u64,
     /// Its other memory, which may be what is stored.
     elsewhere: u64,
 }
 
-/// What VMs on demand can have in a kind of store: what they have there, and what is free less what the budget leaves
-/// to each of the other VMs (`part`), but at most `free`.
+/// What VMs on demand can have in a kind of store: what they have there, plus what is free, less what the budget
+/// reserves for each of the other VMs (`part`), but at most `free` more.
 fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     let (ours, others): (Vec<Use>, Vec<Use>) = vms.iter().partition(|vm| vm.can_go > 0);
     let has: u64 = ours.iter().map(|vm| vm.stored.saturating_sub(vm.elsewhere)).sum();
@@ -44,20 +45,20 @@ fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     (has + left.min(free)).min(ours.iter().map(|vm| vm.can_go).sum())
 }
 
-/// An operator's settings of a VM. One that is kept in memory counts as one with shares of 0.
+/// An operator's settings of a VM. A VM that is kept in memory counts with shares of 0.
 pub fn settings_of(vm: &Vm) -> Settings {
     let settings = operator::read(vm.state.settings());
     if vm.state.kept() { kept(settings) } else { settings }
 }
 
-/// What these settings are for a VM that is kept in memory.
+/// These settings, for a VM that is kept in memory.
 pub fn kept(settings: Settings) -> Settings {
     Settings { shares: Some(0), ..settings }
 }
 
-/// How much of a VM's memory on demand can be far. Its limit does not matter: what is above it must be able to go.
+/// How much of a VM's memory on demand can be far, regardless of its limit: memory above it must be able to go.
 fn can_go(vm: &Vm, ours: u64, settings: Settings) -> u64 {
-    let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages, Hold::NoZap];
+    let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages];
     if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
         return 0;
     }
@@ -68,8 +69,8 @@ fn can_go(vm: &Vm, ours: u64, settings: Settings) -> u64 {
     ours.saturating_sub(keeps)
 }
 
-/// What VMs on demand can have far if this VM had these settings. A VM of several nodes counts for nothing: which of
-/// its pages are far is not said by node.
+/// What VMs on demand could have far, if this VM had these settings. A VM of several nodes does not count, because its
+/// far pages are not counted by node.
 pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     let sizes = sizes(host, &host.pool.demand.files());
     let (mut nodes, mut uses) = (BTreeMap::<u32, Bytes>::new(), [(); 3].map(|()| Vec::new()));
@@ -97,7 +98,7 @@ pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     let of = |budget: &ballast_store::Budget, free, vms: &[Use]| {
         room(budget.limit(), budget.used(), budget.part(), free, vms)
     };
-    // The budget may say more than the host has beside the pool.
+    // The budget may exceed the memory that the host has beside the pool.
     let ram = of(&host.budget, sample::spare_bytes(), &ram);
     let file = of(&host.file_budget, u64::MAX, &file);
     let cluster = host.remote.as_ref().filter(|remote| remote.cluster.silence().is_none()).map(|remote| &remote.budget);
@@ -106,8 +107,8 @@ pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     Far { all: Bytes(all.min(ram + file + remote)), nodes }
 }
 
-/// The first of these nodes whose VMs cannot have as much far as it has promised beyond what it has, or `None` for all
-/// of them together; what they can have far, and what is missing.
+/// The first node whose VMs cannot have as much far as it has promised beyond what it has, or `None` for all of them
+/// together; how much they can have far; and how much is missing.
 fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
     let here = |over: &Overcommitted| over.has.0.saturating_sub(over.high().0);
     let needs = |over: &Overcommitted| over.promised.0.saturating_sub(here(over));
@@ -118,8 +119,8 @@ fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
     one.or_else(|| lack(None, far.all, over.values().map(needs).sum()))
 }
 
-/// Why a VM with the first of these settings cannot have the other ones: the pool could not keep what it promised then,
-/// or does not know yet what that is. The caller holds the governor's lock until it has changed them.
+/// Why a VM cannot change from the first to the second settings: the pool could then not keep its promises, or does not
+/// know them yet. The caller holds the governor's lock until it has changed them.
 pub fn refusal(host: &Host, served: &Served, [before, after]: [Settings; 2]) -> Option<String> {
     let (vm, id, all) = (&served.vm, served.vm.state.id(), served.vm.size().bytes().0);
     if can_go(vm, all, after) >= can_go(vm, all, before) || !vm.regions().iter().any(|region| region.is_on_demand()) {
@@ -163,7 +164,7 @@ mod tests {
     const OURS: Use = Use { can_go: 50, stored: 10, elsewhere: 0 };
 
     #[test]
-    fn a_store_counts_with_the_bytes_that_vms_on_demand_take_there_and_those_that_are_free_for_them() {
+    fn a_store_counts_with_what_vms_on_demand_have_there_and_what_is_free_for_them() {
         let of = |vms: &[Use]| room(Bytes(80), Bytes(40), Bytes(10), u64::MAX, vms);
         assert_eq!(of(&[OURS]), 50, "10 that they have, 40 that are free");
         assert_eq!(of(&[OURS, Use { stored: 30, ..Use::default() }]), 50, "the other one has had its part");
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_lacks_what_its_own_vms_cannot_have_far_and_all_lack_what_they_cannot_have_at_once() {
+    fn a_node_lacks_what_its_vms_cannot_have_far_and_all_vms_what_they_cannot() {
         let over =
             |has, promised| Overcommitted { has: Bytes(has * GIB), promised: Bytes(promised), touched: Bytes(0) };
         let high = over(8, 0).high().0;
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_in_ram_has_no_more_room_than_the_host_can_spare_and_one_above_its_limit_has_none() {
+    fn a_store_in_ram_has_at_most_the_hosts_spare_memory_and_none_above_its_limit() {
         assert_eq!(room(Bytes(80), Bytes(40), Bytes(0), 3, &[OURS]), 13);
         assert_eq!(room(Bytes(20), Bytes(40), Bytes(0), 3, &[OURS]), 10);
     }

@@ -1,15 +1,18 @@
-//! A policy that may panic.
+//! Calls a policy, which may panic.
 //!
-//! Before: a snapshot. After: a plan, or none. Threads: the governor's. Promise: a panic ends this decision alone.
+//! Before: a snapshot. After: a plan, or none.
+//! Threads: the governor's.
+//! Promise: a panic ends this decision alone.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ballast_policy::{Plan, Policy, Snapshot, State};
+use ballast_policy::{Plan, Setup, Snapshot, State};
 
-/// The plan of this policy; none if it panics: then its state, which may be the cause, begins anew.
-pub fn guarded(policy: &dyn Policy, snapshot: &Snapshot, state: &mut State) -> Option<Plan> {
+/// The plan of the policy. `None` without one, and after a panic, which also resets the policy's state, since that may
+/// be the cause.
+pub fn guarded(setup: &Setup, snapshot: &Snapshot, state: &mut State) -> Option<Plan> {
     let mut next = state.clone();
-    let plan = catch_unwind(AssertUnwindSafe(|| policy.decide(snapshot, &mut next))).ok();
+    let plan = catch_unwind(AssertUnwindSafe(|| setup.decide(snapshot, &mut next))).ok().flatten();
     *state = if plan.is_some() { next } else { State::default() };
     plan
 }

@@ -1,16 +1,16 @@
 //! The decision log: the last decisions about each VM, and their inputs.
 //!
-//! Before: the governor decided. After: `ballast explain`. Promise: it is bounded: equal decisions in a row are one
-//! record, a VM has at most [`MOST`], a VM that is gone has none.
+//! Before: the governor decided. After: `ballast explain`.
+//! Promise: it is bounded: equal decisions in a row are one record, a VM has at most [`MOST`], and a VM that is gone
+//! has none.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
 
 use ballast_api::DecisionRecord;
-use ballast_base::Bytes;
 use ballast_policy::{Action, Decision, Plan, Reason, Snapshot, VmSample};
 
-/// Records of a VM.
+/// Most records of a VM.
 const MOST: usize = 64;
 
 /// The records, by VM id, oldest first.
@@ -18,12 +18,12 @@ const MOST: usize = 64;
 pub struct Log(BTreeMap<String, VecDeque<DecisionRecord>>);
 
 impl Log {
-    /// Record the decisions on this snapshot. Returns those that differ from the VM's last one: its name, and what was
-    /// decided, with the reasons.
+    /// Records the decisions on this snapshot. Returns, for each that differs from the VM's last one, the VM's name and
+    /// the decision with its reasons as text.
     pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) -> Vec<(String, String)> {
         let mut new = Vec::new();
         self.0.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
-        // While the policy is none, it has nothing to say of VMs that are not limited for the pool.
+        // Without a policy, there are decisions only about VMs that are limited for the pool.
         let said = |(_, decision): &(_, &Decision)| decision.action != Action::Free || !decision.reasons.is_empty();
         for (vm, decision) in snapshot.vms.iter().zip(&plan.decisions).filter(said) {
             let records = self.0.entry(vm.id.clone()).or_default();
@@ -44,7 +44,6 @@ impl Log {
         new
     }
 
-    /// The records of a VM.
     pub fn of(&self, id: &str) -> Vec<DecisionRecord> {
         self.0.get(id).map(|records| records.iter().cloned().collect()).unwrap_or_default()
     }
@@ -63,18 +62,11 @@ fn record(vm: &VmSample, decision: &Decision, plan: &Plan, unix_ms: u64) -> Deci
     }
 }
 
-/// The decision in words.
 fn text(record: &DecisionRecord) -> String {
-    let decision = &record.decision;
-    let what = match (decision.action, decision.after_bytes()) {
-        (Action::Leave, _) => "leaves it alone".to_owned(),
-        (_, None) => "lets it use all its memory".to_owned(),
-        (_, Some(limit)) => format!("lets it use {}", Bytes(limit)),
-    };
-    format!("{} {what}: {}", record.policy, record.sentences.join("; "))
+    format!("{}: it {}: {}", record.policy, record.decision.words(), record.sentences.join("; "))
 }
 
-/// Did the same policy decide the same limit for the same kinds of reasons? The figures in them may differ.
+/// Whether the policy decided that limit for these kinds of reasons before. Figures in the reasons may differ.
 fn says_the_same(last: &DecisionRecord, new: &DecisionRecord) -> bool {
     let kinds = |record: &DecisionRecord| record.decision.reasons.iter().map(discriminant).collect::<Vec<_>>();
     let outcome = |record: &DecisionRecord| (record.decision.action, record.decision.after_bytes());
@@ -89,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decisions_that_say_the_same_are_one_record_and_the_log_is_bounded() {
+    fn equal_decisions_in_a_row_are_one_record_and_the_log_is_bounded() {
         let snapshot =
             |id: &str| Snapshot { vms: vec![VmSample { id: id.into(), ..VmSample::default() }], ..Snapshot::default() };
         let plan = |limit| {
@@ -100,7 +92,7 @@ mod tests {
         let mut log = Log::default();
         let said: Vec<_> = (0..10).flat_map(|at| log.add(&snapshot("a"), &plan(4096), at)).collect();
         assert_eq!(said.len(), 1, "{said:?}");
-        assert!(said[0].1.contains("lets it use 4 KiB: "), "{said:?}");
+        assert!(said[0].1.contains("it may use 4 KiB: "), "{said:?}");
         let records = log.of("a");
         assert_eq!((records.len(), records[0].times, records[0].first_unix_ms, records[0].last_unix_ms), (1, 10, 0, 9));
         assert!(records[0].sentences[0].contains("stalled not long ago"), "{:?}", records[0].sentences);

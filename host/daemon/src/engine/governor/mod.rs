@@ -4,20 +4,18 @@
 //! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, notify) ─► log, events
 //! ```
 //!
-//! Before: the engine serves VMs, an operator named a policy. After: each VM has a target beside its operator's limit;
-//! the lower one holds, and the reclaim worker does the rest.
+//! Before: the engine serves VMs, and an operator named a policy. After: each VM has a target beside its operator's
+//! limit; the lower one holds, and the reclaim worker does the rest.
 //! Threads: one runs the loop; API threads ask under its lock. No worker ever calls this: the pager cannot name it.
-//! Units: milliseconds of the monotonic clock. Promise: with the policy *none* and no lease it sleeps and no VM has a
-//! target, unless the pool's memory on demand is divided ([`demand`]). A VM that is held, pinned, or left with an
-//! orphaned engine keeps what it has. A policy that panics changes nothing and raises an event; when a program stops
-//! sending plans, the policy decides again.
+//! Units: milliseconds of the monotonic clock.
+//! Promise: with the policy *none* and no lease it sleeps, and no VM has a target, unless the pool's memory on demand
+//! is divided ([`demand`]). A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that
+//! panics changes nothing and raises an event; when a program stops sending plans, the policy decides again.
 
-mod adopted;
 mod balloon;
 pub mod demand;
 pub mod far;
 mod guarded;
-mod kernel_stall;
 mod log;
 pub mod operator;
 pub mod rates;
@@ -44,13 +42,13 @@ use sample::{Sampler, now_ms};
 /// Most time between two decisions while the pool's memory on demand is divided.
 const DIVIDES_EVERY_MS: u64 = 500;
 
-/// The governor, for its thread and the API.
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// [`Inner::decides`] as it was last: a tick may wait for what the kernel tells of a VM.
+    /// The last value of [`Inner::decides`], readable without the lock: a tick may wait for the kernel's figures of a
+    /// VM.
     decides: AtomicBool,
-    /// A scan for foreign mappers follows for each VM that is sent here.
+    /// Requests a scan for foreign mappers of a VM.
     mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
     keep: Box<dyn Fn(Setup) + Send + Sync>,
@@ -70,7 +68,7 @@ struct Inner {
     host_state: HostState,
     exhaustion_ms: Option<u64>,
     overcommitted: bool,
-    /// Another engine has, or is about to have, some of the VMs.
+    /// Another engine has, or will soon have, some of the VMs.
     rests: bool,
     /// The pool's memory on demand.
     divisions: Divisions,
@@ -97,12 +95,12 @@ impl Inner {
         self.setup.policy != Kind::None || self.lease.is_some()
     }
 
-    /// Does anything set targets?
+    /// Whether anything sets targets.
     fn decides(&self) -> bool {
         self.is_active() || self.divisions.divides()
     }
 
-    /// The last tick's snapshot. While there are no ticks: a new one, with rates since the last call.
+    /// The last tick's snapshot. Without ticks: a new one, with rates since the last call.
     fn snapshot(&mut self, host: &Host) -> Snapshot {
         match self.last.clone().filter(|_| self.is_active()) {
             Some(last) => last,
@@ -110,7 +108,7 @@ impl Inner {
         }
     }
 
-    /// The same for callers that need no rates.
+    /// Like `snapshot`, for callers that need no rates.
     fn seen(&self, host: &Host) -> Snapshot {
         let last = self.last.clone().filter(|_| self.is_active());
         last.unwrap_or_else(|| self.sampler.peek(host, &self.setup, now_ms()))
@@ -141,7 +139,7 @@ impl Governor {
         Self { inner, changed: Condvar::new(), decides, mapper_scan: OnceLock::new(), keep: Box::new(keep) }
     }
 
-    /// Start the governor's thread, which lives as long as the engine.
+    /// Starts the governor's thread, which lives as long as the engine.
     pub fn start(self: &Arc<Self>, host: Arc<Host>, mapper_scan: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = self.mapper_scan.set(mapper_scan);
         let governor = self.clone();
@@ -160,7 +158,7 @@ impl Governor {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until a tick is due, or a lease is over.
+    /// Waits until a tick is due, or a lease ends.
     fn wait(&self) {
         let mut inner = self.lock();
         loop {
@@ -182,15 +180,15 @@ impl Governor {
         }
     }
 
-    /// Have a tick at once.
+    /// Requests a tick at once.
     fn notify(&self, inner: &mut Inner) {
         inner.due_ms = Some(0);
         self.decides.store(inner.decides(), Ordering::Release);
         self.changed.notify_all();
     }
 
-    /// The pool has little left for touches of VMs on demand: divide it now, unless that goes on already. The pool does
-    /// not wait for a decision that is under way; it says so again.
+    /// The pool has little left for touches of VMs on demand: divides it now, unless that is already being done. The
+    /// pool does not wait for a decision in progress; it repeats the call.
     pub fn pool_is_short(&self) {
         if let Ok(mut inner) = self.inner.try_lock()
             && !inner.divisions.divides()
@@ -199,18 +197,18 @@ impl Governor {
         }
     }
 
-    /// Decide nothing while VMs move between engines: an engine that sees some of them would divide all memory among
-    /// these. Returns when no tick is under way.
+    /// Decides nothing while VMs move between engines: an engine that sees some of them would divide all memory among
+    /// these. Returns when no tick is running.
     pub fn rest(&self) {
         self.lock().rests = true;
     }
 
-    /// Does it decide nothing because VMs move?
+    /// Whether it decides nothing because VMs move.
     pub fn is_resting(&self) -> bool {
         self.lock().rests
     }
 
-    /// Decide again, from the present state.
+    /// Decides again, from the current state.
     pub fn resume(&self) {
         let mut inner = self.lock();
         if std::mem::replace(&mut inner.rests, false) {
@@ -218,8 +216,8 @@ impl Governor {
         }
     }
 
-    /// A VM was opened: a target that an earlier engine left has no owner if there is no policy and no lease. Waits for
-    /// no tick; if a policy begins at this moment, its next tick sets the target again.
+    /// A VM was opened: without a policy and a lease, a target that an earlier engine left has no owner. Does not wait
+    /// for a tick; if a policy begins at this moment, its next tick sets the target again.
     pub fn opened(&self, served: &Served) {
         if !self.decides.load(Ordering::Acquire) {
             served.vm.state.set_target(None);
@@ -258,7 +256,7 @@ impl Governor {
                 Some(vm) => self.apply(vm, decision),
                 None => host.adopted.apply(decision).unwrap_or(false),
             };
-            // Without an owner, no VM has a target: neither one that was opened since the snapshot was taken.
+            // Without an owner, no VM has a target, not even one that was opened since the snapshot was taken.
             let free = Decision { action: Action::Free, ..Decision::default() };
             let changed = match inner.decides() {
                 true => plan.decisions.iter().filter(apply).count(),
@@ -282,13 +280,14 @@ impl Governor {
     }
 
     /// Hold a VM until a scan for foreign mappers is over.
-    pub fn request_scan(&self, served: &Arc<Served>) -> Result<(), String> {
+    pub fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         served.hold_unchecked();
         let is_sent = self.mapper_scan.get().is_some_and(|mapper_scan| mapper_scan.send(served.clone()).is_ok());
-        if is_sent { Ok(()) } else { Err("foreign mappers cannot be found: the scan has ended".into()) }
+        anyhow::ensure!(is_sent, "foreign mappers cannot be found: the scan has ended");
+        Ok(())
     }
 
-    /// Give a VM the decided limit. Returns whether that changed anything.
+    /// Gives a VM the decided limit. Returns whether that changed anything.
     fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
         let (vm, before) = (&served.vm, served.vm.state.target());
         let after = match decision.action {
@@ -300,7 +299,8 @@ impl Governor {
             return false;
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
-            // There are no scans for foreign mappers while no page may be evicted, so scan before the first eviction.
+            // There are no scans for foreign mappers while no page may be evicted, so one is needed before the first
+            // eviction.
             if self.request_scan(served).is_err() {
                 return false;
             }
@@ -311,7 +311,7 @@ impl Governor {
     }
 }
 
-/// The plan of the program that holds the lease, if one does and may.
+/// The plan of the program that holds the lease, if that exists and is valid.
 fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -> Option<Plan> {
     let lease = inner.lease.as_ref()?;
     let holder = lease.wanted.policy.clone();
@@ -331,17 +331,17 @@ fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -
     None
 }
 
-/// The plan of the policy in force. Without one, every target is removed.
+/// The plan of the policy. Without one, each target is removed.
 fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan> {
-    let Some(policy) = inner.setup.policy.policy(inner.setup.params) else {
+    if inner.setup.policy == Kind::None {
         return Some(free_all(snapshot));
-    };
-    let plan = guarded(&*policy, snapshot, &mut inner.state);
+    }
+    let plan = guarded(&inner.setup, snapshot, &mut inner.state);
     if plan.is_none() {
         // Reported at the 1st, 2nd, 4th, 8th ... time.
         inner.failures += 1;
         if inner.failures.is_power_of_two() {
-            let text = format!("the policy {} panicked; all limits stay as they are", policy.name());
+            let text = format!("the policy {} panicked; all limits stay as they are", inner.setup.policy);
             tracing::error!("{text}");
             host.events.add(None, "policy-failed", text);
         }
@@ -360,7 +360,7 @@ fn free_all(snapshot: &Snapshot) -> Plan {
     Plan { at_ms: snapshot.at_ms, policy: Kind::None.word().into(), decisions: decisions.collect(), ..Plan::default() }
 }
 
-/// Tell operators what changed with the host.
+/// Reports changes of the host's state to operators.
 fn tell_host_state(inner: &mut Inner, host: &Host, snapshot: &Snapshot, plan: &Plan) {
     inner.exhaustion_ms = plan.exhaustion_ms;
     let before = std::mem::replace(&mut inner.host_state, plan.host_state);

@@ -1,7 +1,7 @@
 //! The operator's settings of a VM, as words of its state file.
 //!
-//! Promise: zero has no meaning, so a state file from before these words reads as the defaults; a value out of range,
-//! which only damage can leave, reads as the nearest one in range.
+//! Promise: zero has no meaning, so a state file from before these words has the defaults; a value out of range, which
+//! only damage can leave, becomes the nearest one in range.
 
 use ballast_handover::state_file::SETTINGS;
 use ballast_policy::settings::{MAX_HEADROOM_PERCENT, MAX_SHARES};
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_reads_back_and_nothing_is_the_default() {
+    fn settings_are_read_as_written_and_zeros_are_the_defaults() {
         assert_eq!(read([0; SETTINGS]), Settings::default());
         assert_eq!(write(&Settings::default()), [0; SETTINGS]);
         for (class, shares) in [(Class::Guaranteed, Some(0)), (Class::BestEffort, Some(2000)), (Class::Burstable, None)]

@@ -2,28 +2,28 @@
 //!
 //! Before: the governor's tick, or an API request. After: a policy decides on it.
 //! Threads: the governor's, or an API thread, under the governor's lock; nothing here waits for a worker.
-//! Promise: a VM that may not be reclaimed from now is included, with the reason. A kernel that does not tell how much
-//! memory there is (this process has too many descriptors open) does not look like a host without memory.
+//! Promise: a VM that may not be reclaimed now is included, with the reason. If the kernel does not report how much
+//! memory there is (no descriptors left), that does not look like a host without memory.
 
 use std::collections::HashMap;
 
-use ballast_adopt::swap::Swap;
+use ballast_adopt::cgroup;
 use ballast_base::{GIB, KIB, PAGE_SIZE, PageCount};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::stats::Counter;
-use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
+use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample};
 use ballast_sys::{clock, meminfo};
 
-use super::rates::{Rates, Seen, Sums};
-use super::{kernel_stall, operator};
+use super::operator;
+use super::rates::Sums;
 use crate::engine::adopted::sample;
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// 1/N of the host's memory is kept free, and this much at most.
+/// 1/FREE_PART of the host's memory is kept free, at most MOST_FREE.
 const FREE_PART: u64 = 64;
 const MOST_FREE: u64 = GIB;
-/// The best compression ratio assumed for far memory before any is measured.
+/// The highest compression ratio that is assumed for far memory before one is measured.
 const BEST_RATIO: f64 = 8.0;
 
 /// The last sample, for rates.
@@ -32,7 +32,7 @@ pub struct Sampler {
     at_ms: u64,
     memory: Memory,
     /// By id.
-    vms: HashMap<String, Seen>,
+    vms: HashMap<String, Sums>,
 }
 
 /// Memory of the host, in bytes.
@@ -43,7 +43,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// `None`: the kernel does not tell now.
+    /// `None` if the kernel does not report it now.
     fn read() -> Option<Self> {
         Self::of(&std::fs::read_to_string("/proc/meminfo").ok()?)
     }
@@ -53,20 +53,20 @@ impl Memory {
         Some(Self { total: bytes("MemTotal")?, available: bytes("MemAvailable")? })
     }
 
-    /// What is to be left free.
+    /// Memory that must stay free.
     fn min_free(self) -> u64 {
         (self.total / FREE_PART).min(MOST_FREE)
     }
 }
 
-/// What the host can spare; nothing if the kernel does not tell.
+/// Memory that the host can spare; 0 if the kernel does not report it.
 pub fn spare_bytes() -> u64 {
     Memory::read().map_or(0, |memory| memory.available.saturating_sub(memory.min_free()))
 }
 
 impl Sampler {
-    /// Sample everything. Rates are since the last `take`. `None`: nobody can tell how much memory the host has, so
-    /// nothing may be decided now.
+    /// Samples everything. Rates are since the last `take`. `None`: the host's memory is unknown, so nothing may be
+    /// decided now.
     pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Option<Snapshot> {
         let memory = Memory::read()?;
         let (snapshot, vms) = self.snapshot(host, setup, at_ms, memory);
@@ -74,39 +74,34 @@ impl Sampler {
         Some(snapshot)
     }
 
-    /// The same without beginning new rates; at worst with the memory that the host had before.
+    /// Like `take`, but begins no new rates; if the host's memory is unknown, uses the last one.
     pub fn peek(&self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
         self.snapshot(host, setup, at_ms, Memory::read().unwrap_or(self.memory)).0
     }
 
-    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64, memory: Memory) -> (Snapshot, HashMap<String, Seen>) {
+    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64, memory: Memory) -> (Snapshot, HashMap<String, Sums>) {
         let elapsed_ms = at_ms.saturating_sub(self.at_ms);
-        let mut seen = HashMap::new();
+        let mut all = HashMap::new();
         let mut vms = Vec::new();
         for served in host.all() {
             let id = served.vm.state.id().to_string();
-            let before = self.vms.get(&id);
-            let (vm, now) = of_paged(&served, before, setup, at_ms, elapsed_ms);
+            let (vm, sums) = of_paged(&served, self.vms.get(&id), elapsed_ms);
             vms.push(vm);
-            seen.insert(id, now);
+            all.insert(id, sums);
         }
         let paged = vms.len();
-        let adopted = host.adopted.all();
-        let swap = if adopted.is_empty() { Swap::default() } else { Swap::now() };
-        for vm in adopted {
+        let swap = host.adopted.swap();
+        for vm in host.adopted.all() {
             let Some((vm, sums)) = sample::of(&vm, host.adopted.restore_us(), &swap) else { continue };
-            let now = Seen::new(self.vms.get(&vm.id), sums, setup, at_ms);
-            let rates = now.rates(self.vms.get(&vm.id), elapsed_ms);
-            let estimated = estimate(vm.resident_bytes, rates.came_back * vm.page_bytes, vm.size_bytes);
-            seen.insert(vm.id.clone(), now);
-            let Rates { stall, kernel_stall, .. } = rates;
-            vms.push(VmSample { working_set: Some(estimated), stall, kernel_stall, ..vm });
+            let (stall, kernel_stall) = sums.stalls(self.vms.get(&vm.id), elapsed_ms);
+            all.insert(vm.id.clone(), sums);
+            vms.push(VmSample { stall, kernel_stall, ..vm });
         }
-        (Snapshot { at_ms, host: host_sample(host, setup, (memory, swap.total), &vms, paged), vms }, seen)
+        (Snapshot { at_ms, host: host_sample(host, setup, (memory, swap.total), &vms, paged), vms }, all)
     }
 }
 
-/// The first `paged` of the VMs attached; the others are adopted.
+/// The first `paged` VMs have attached; the others are adopted.
 fn host_sample(
     host: &Host,
     setup: &Setup,
@@ -119,7 +114,7 @@ fn host_sample(
     let available = memory.available;
     let min_free_bytes = memory.min_free();
     // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
-    // used up: when nothing of it is left, the host is not short of memory.
+    // used up: if nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
     let free_bytes = available;
     let far_in_ram = sum(&vms[..paged], |vm| vm.far_bytes);
@@ -131,7 +126,7 @@ fn host_sample(
     HostSample { budget_bytes, free_bytes, min_free_bytes, far_capacity_bytes, smallest_bytes: SMALLEST_LIMIT.0 }
 }
 
-fn of_paged(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
+fn of_paged(served: &Served, before: Option<&Sums>, elapsed_ms: u64) -> (VmSample, Sums) {
     let vm = &served.vm;
     let stats = vm.stats();
     let memory = vm.memory_breakdown();
@@ -139,11 +134,12 @@ fn of_paged(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, e
     let views = vm.views();
     let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();
 
-    // Readahead saves a guest the faults, not the memory: pages that it reads in order come back nearly without faults.
+    // Readahead saves a guest the faults, not the memory: sequential pages are restored nearly without faults.
     let restores = stats.get(Counter::FaultRestore) + stats.get(Counter::Prefetched);
-    let sums = Sums { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), restores };
-    let now = Seen::new(before, sums, setup, at_ms);
-    let Rates { stall, kernel_stall, came_back } = now.rates(before, elapsed_ms);
+    // The kernel does not see Ballast's stall, but for example that of a cgroup's limit below the VM's.
+    let kernel_us = pids.first().and_then(|pid| cgroup::stall_us(&cgroup::cgroups(*pid), &pids));
+    let sums = Sums { stall_ns: stats.get(Counter::StallSomeNs), kernel_us };
+    let (stall, kernel_stall) = sums.stalls(before, elapsed_ms);
     let granule = vm.regions().iter().filter(|region| !region.is_removed()).map(|region| region.granule_pages()).max();
     let page_bytes = PageCount(granule.unwrap_or(1)).bytes().0.max(PAGE_SIZE as u64);
 
@@ -164,8 +160,7 @@ fn of_paged(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, e
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
         held: vm.held().or_else(no_process),
-        working_set: measured(vm, page_bytes)
-            .or_else(|| Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes))),
+        working_set_bytes: measured(vm, page_bytes),
         page_bytes,
         restores,
         refault_page_ms: stats.get(Counter::RefaultMs),
@@ -173,20 +168,13 @@ fn of_paged(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, e
         stall,
         kernel_stall,
     };
-    (sample, now)
+    (sample, sums)
 }
 
-/// The working set as tracking measured it, if it did: in whole huge pages if the VM is paged so.
-fn measured(vm: &Vm, page_bytes: u64) -> Option<WorkingSet> {
-    vm.heat.source()?;
-    let heat = vm.heat.heat(1);
-    let bytes = if page_bytes > PAGE_SIZE as u64 { heat.wss_huge_bytes } else { heat.wss_bytes };
-    (heat.cycles > 0).then_some(WorkingSet { bytes, estimated: false })
-}
-
-/// The estimated working set of a VM without tracking: its resident memory, and the pages restored in the window.
-fn estimate(resident: u64, came_back: u64, size: u64) -> WorkingSet {
-    WorkingSet { bytes: resident.saturating_add(came_back).min(size), estimated: true }
+/// The working set as tracking measured it, if it did; in whole huge pages if the VM is paged by those.
+fn measured(vm: &Vm, page_bytes: u64) -> Option<u64> {
+    let heat = vm.heat.is_tracked().then(|| vm.heat.heat(1)).filter(|heat| heat.cycles > 0)?;
+    Some(if page_bytes > PAGE_SIZE as u64 { heat.wss_huge_bytes } else { heat.wss_bytes })
 }
 
 /// Milliseconds of the clock that all engines of a boot share.
@@ -199,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_the_kernel_does_not_tell_is_not_none() {
+    fn unknown_memory_is_not_zero_memory() {
         let memory = Memory::of("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  2 kB\n").expect("both are there");
         assert_eq!((memory.total, memory.available), (8 << 10, 2 << 10));
         for text in ["", "MemTotal:  8 kB\n", "MemTotal:  8 kB\nMemAvailable:  x kB\n", "MemAvailable:  2 kB\n"] {

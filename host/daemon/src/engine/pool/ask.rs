@@ -1,10 +1,9 @@
 //! VMMs that ask the pool for memory.
 //!
-//! Before: the engine has the pool, and listens at its socket. After: a VMM has descriptors, or knows why not.
-//! Threads: one that listens, and one for each VMM that asks, which may wait until enough is zeroed. Connections are
-//! closed on threads of their own (`ballast_keeper::Closer`), because the close of what a VMM sent may wait for ever.
-//! Promise: a VM is refused for want of memory only if what other VMs had is back: it is seen that they are gone, and
-//! what they left is zeroed. A VMM that hangs up while it waits is forgotten.
+//! Before: the engine has the pool, and listens at its socket. After: a VMM has descriptors, or the reason why not.
+//! Threads: one that listens, and one for each VMM that asks, which may wait until enough is zeroed.
+//! Promise: a VM is refused for lack of memory only after the memory of VMs that are gone was taken back and zeroed. A
+//! VMM that hangs up while it waits is forgotten.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,28 +13,25 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
-use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::map::Refused;
 use ballast_pool::{Error, Grant, Page};
-use ballast_sys::{peer, scm};
+use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{AGAIN_EVERY, POLL_EVERY, PoolService, State};
 use crate::engine::pool_parts;
 use crate::settings::Pooling;
 
-/// How long a VM waits for memory that is to be zeroed.
+/// How long a VM waits for memory to be zeroed.
 const ZEROED_WITHIN: Duration = Duration::from_secs(30);
-/// How long it waits for memory whose pages others have: until other pages take their place.
+/// How long it waits for pages that others hold to be replaced.
 const REPLACED_WITHIN: Duration = Duration::from_secs(5);
 /// How long it waits for a VM that has just ended, and whose files keeper and engine still have. Seen: up to 0.1 s.
 const CLOSED_WITHIN: Duration = Duration::from_millis(300);
-/// How long a VMM may take to say what it wants.
+/// How long a VMM may take to send its request.
 const ASKS_WITHIN: Duration = Duration::from_secs(5);
-/// VMMs that ask at once.
-const MOST_ASKING: usize = 64;
 
-/// Memory on its way to a VMM.
+/// Memory that is being sent to a VMM.
 #[derive(Debug)]
 pub(super) struct Handed<'a> {
     pub(super) grant: Grant,
@@ -44,7 +40,7 @@ pub(super) struct Handed<'a> {
 
 impl Drop for Handed<'_> {
     fn drop(&mut self) {
-        // The files first: then it is the VMM alone that keeps them.
+        // The files first: then only the VMM has them.
         self.grant.files.clear();
         self.service.handing.fetch_sub(1, Ordering::Release);
         self.service.changed.notify_all();
@@ -52,11 +48,10 @@ impl Drop for Handed<'_> {
 }
 
 impl PoolService {
-    /// Let VMMs ask, where this engine's predecessor let them.
+    /// Lets VMMs ask, at the socket of this engine's predecessor.
     pub(super) fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
         let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
         rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
-        scm::refuse_descriptors(&socket);
         let service = self.clone();
         std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
             loop {
@@ -72,39 +67,26 @@ impl PoolService {
         Ok(())
     }
 
-    /// Answer one VMM on a thread of its own.
+    /// Answers one VMM on its own thread.
     fn serve(self: &Arc<Self>, client: OwnedFd) {
-        let uid = peer::credentials(&client).map_or(u32::MAX, |peer| peer.uid);
-        let client = SentFd::new(client, uid, self.closer.clone());
-        self.closer.tend(HANGS_AFTER);
-        if self.closer.stuck(uid, HANGS_AFTER) >= MOST_STUCK {
-            tracing::warn!(uid, "Refusing a VMM at the pool's socket: what this user sent cannot be closed");
-            return;
-        }
-        if self.asking.fetch_add(1, Ordering::Relaxed) >= MOST_ASKING {
-            self.asking.fetch_sub(1, Ordering::Relaxed);
-            return;
-        }
         let service = self.clone();
         let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {
             if let Err(error) = service.answer(&client) {
                 tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
             }
-            client.hang_up();
-            service.asking.fetch_sub(1, Ordering::Relaxed);
         });
-        if started.is_err() {
-            self.asking.fetch_sub(1, Ordering::Relaxed);
+        if let Err(error) = started {
+            tracing::warn!("Starting a thread that answers a VMM: {error}");
         }
     }
 
-    fn answer(&self, client: &SentFd) -> anyhow::Result<()> {
+    fn answer(&self, client: &OwnedFd) -> anyhow::Result<()> {
         use rustix::net::sockopt::{Timeout, set_socket_timeout};
         for which in [Timeout::Recv, Timeout::Send] {
             set_socket_timeout(client, which, Some(ASKS_WITHIN)).context("Preparing a socket")?;
         }
-        let Some(asked) = scm::receive_bytes(client).context("Receiving a request")? else { return Ok(()) };
-        let take = wire::decode::<Take>(&asked).context("Understanding a request")?;
+        let Some(asked) = scm::receive(client).context("Receiving a request")? else { return Ok(()) };
+        let take = wire::decode::<Take>(&asked.bytes).context("Understanding a request")?;
         let handed = wire::check_name(&take.name)
             .map_err(anyhow::Error::msg)
             .and_then(|()| self.take(&take, || has_hung_up(client)));
@@ -113,18 +95,18 @@ impl PoolService {
             Err(error) => Given::Refused(format!("{error:#}")),
         };
         let fds: Vec<_> = handed.iter().flat_map(|handed| &handed.grant.files).map(AsFd::as_fd).collect();
-        // If the VMM does not receive it, no process has the files, and the memory comes back.
+        // If the VMM does not receive it, no process has the files, and the memory returns.
         scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
     }
 
-    /// Take memory for a VM; if it is there but dirty, wait until it is zeroed, or nobody wants it any more.
+    /// Takes memory for a VM. If there is enough, but dirty, waits until it is zeroed, or nobody wants it.
     pub(super) fn take(&self, take: &Take, is_gone: impl Fn() -> bool) -> anyhow::Result<Handed<'_>> {
         let (page, mode) = pool_parts::for_vm(take.pages);
         let (begun, mut far, mut next_try) = (Instant::now(), self.demand.far(), Instant::now());
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
-            let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
+            let reserve = parts.of(page)?;
             let was_zeroing = reserve.has_dirty();
             if !was_zeroing || Instant::now() >= next_try {
                 reserve.set_far(std::mem::take(&mut far));
@@ -144,7 +126,7 @@ impl PoolService {
                     }
                     Err(error) => error,
                 };
-                // Asked first: of a VM that has got its memory and is gone already, this engine may have files still.
+                // Checked first: this engine may still have files of a VM that got its memory and is already gone.
                 let is_handing = self.handing.load(Ordering::Acquire) > 0;
                 let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
                     || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
@@ -164,7 +146,7 @@ impl PoolService {
                 if !is_coming || begun.elapsed() > ZEROED_WITHIN {
                     return Err(error.into());
                 }
-                // Only what may help the others wakes them: two requests must not keep each other awake.
+                // Others are woken only by what may help them: two requests must not keep each other awake.
                 if has_ended || !was_zeroing && reserve.has_dirty() {
                     self.changed.notify_all();
                 }
@@ -173,19 +155,19 @@ impl PoolService {
             if is_gone() {
                 bail!("VM {} does not wait for its memory any more", take.name);
             }
-            // What can be far may be less by now. It is asked for without the lock.
+            // What can be far may be less by now. Asked for without the lock.
             far = self.demand.far();
             state = self.lock();
         }
     }
 
-    /// Take memory back if what VMs on demand were promised could not be kept any more: an operator may have changed a
-    /// VM's settings since it was known what can be far. A change that comes later sees this promise.
+    /// Takes memory back if the promises to VMs on demand could no longer be kept, because an operator has changed a
+    /// VM's settings since the amount that can be far was computed. A later change sees this promise.
     fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(handed) };
-        let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
+        let reserve = parts.of(page)?;
         reserve.set_far(far);
         if let Err(error) = reserve.check_kept(&handed.grant.lacked) {
             // No process has seen it.
@@ -198,7 +180,7 @@ impl PoolService {
     }
 }
 
-fn has_hung_up(client: &SentFd) -> bool {
+fn has_hung_up(client: &OwnedFd) -> bool {
     let mut socket = [PollFd::new(client, PollFlags::empty())];
     let polled = poll(&mut socket, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
     polled.is_ok() && socket[0].revents().contains(PollFlags::HUP)

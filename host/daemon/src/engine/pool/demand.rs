@@ -2,8 +2,8 @@
 //! has promised more.
 //!
 //! Before: the engine has a governor. After: the pool makes promises by what the VMs can have far, and the governor
-//! divides what the pool has when little is left. Threads: the pool's looks; the governor's, and those of the API, read
-//! what it saw last. Units: bytes.
+//! divides what the pool has when little is left.
+//! Threads: the pool's reads the pool; the governor's, and those of the API, read its last results. Units: bytes.
 //! Promise: the governor does not wait for the pool: it reads a copy, and the pool asks without its lock.
 
 use std::collections::{BTreeMap, HashMap};
@@ -15,15 +15,15 @@ use ballast_base::Bytes;
 use ballast_pool::{Error, Far, Overcommitted, Reserve};
 use ballast_sys::memfd::FileId;
 
-/// The pool's files of VMs on demand, and of which node and how much was promised in each. A file says itself that it
-/// is one, but only the pool knows: its VMM can change the file.
+/// The pool's files of VMs on demand, with the node and the amount promised in each. A file says whether it is one, but
+/// its VMM can change the file: only the pool knows.
 pub type Promised = HashMap<FileId, (u32, Bytes)>;
-/// Nodes of which the pool has promised VMs on demand more than it has for them, by their numbers on the host.
+/// Nodes with more promised to VMs on demand than the pool has for them, by their numbers on the host.
 pub type Over = BTreeMap<u32, Overcommitted>;
 
 /// What the pool asks and tells the rest of the engine.
 pub struct Links {
-    /// How much of what VMs on demand were promised they can have far.
+    /// How much of their promised memory VMs on demand can have far.
     pub far: Box<dyn Fn() -> Far + Send + Sync>,
     /// Little is left for touches.
     pub short: Box<dyn Fn() + Send + Sync>,
@@ -35,22 +35,21 @@ impl fmt::Debug for Links {
     }
 }
 
-/// Memory on demand, as it was seen last.
+/// The last known state of memory on demand.
 #[derive(Debug, Default)]
 pub struct Demand {
     links: OnceLock<Links>,
-    /// The pool was looked at, and no VM was promised any.
+    /// The pool was read, and no VM was promised any.
     is_none: AtomicBool,
-    /// The pool was looked at since this engine has it.
+    /// The pool was read since this engine has it.
     is_known: AtomicBool,
     over: Mutex<Over>,
     files: Mutex<Arc<Promised>>,
 }
 
 impl Demand {
-    /// The engine has a governor.
     pub fn link(&self, links: Links) {
-        // It has one for life.
+        // Set once.
         let _ = self.links.set(links);
     }
 
@@ -60,7 +59,7 @@ impl Demand {
         links.map_or_else(Far::default, |links| (links.far)())
     }
 
-    /// Does it say what the pool has promised? Not before this engine has it.
+    /// Whether the pool's promises are known: not before this engine has it.
     pub fn is_known(&self) -> bool {
         self.is_known.load(Ordering::Acquire)
     }
@@ -69,7 +68,7 @@ impl Demand {
         self.over.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the pool has for VMs on demand, of nodes of which it has promised them more.
+    /// What the pool has for VMs on demand, for each node that has promised them more.
     pub fn overcommitted(&self) -> Over {
         self.lock().clone()
     }
@@ -91,16 +90,16 @@ impl Demand {
         }
     }
 
-    /// Has the governor know at once what is promised.
+    /// Shows the governor the promises at once.
     pub fn show(&self, reserve: &mut Reserve) {
         if reserve.has_on_demand() {
-            // What fails here fails again in the next round, which says so.
+            // A failure here repeats in the next round, which reports it.
             let _ = self.tend(Some(reserve), true);
         }
     }
 
-    /// Sets aside for the next touches, and looks how much is left. `all`: also at what the pool has, which may take a
-    /// look at each slice.
+    /// Sets memory aside for the next touches, and checks how much is left. `all`: also reads what the pool has, which
+    /// may read each slice.
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
         self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {

@@ -12,7 +12,7 @@ use ballast_testkit::skip;
 use super::*;
 
 #[test]
-fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again_and_the_other_part_works() {
+fn parts_and_sockets_that_fail_are_tried_again_and_the_other_part_works() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = |name: &str| dir.path().join(name);
     let place = Pooling { dir: at("pool"), socket: at("later/pool.sock"), gid: None };
@@ -30,7 +30,7 @@ fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again
     assert!(stat.notes.iter().any(|note| note.contains("Listening on")), "{stat:?}");
     assert!(stat.gib.is_some_and(|gib| gib.notes[0].contains("cannot be used")));
     let mut lend = LendRequest { when_short: true, ..LendRequest::default() };
-    let said = |lend: &LendRequest| service.lend(lend).expect_err("there is nothing to lend");
+    let said = |lend: &LendRequest| service.lend(lend).expect_err("there is nothing to lend").to_string();
     assert!(said(&lend).contains("nothing is reserved"), "the other part does not work");
     lend.pages = PoolPages::Gib;
     assert!(said(&lend).contains("cannot be used"));
@@ -42,7 +42,7 @@ fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again
 }
 
 #[test]
-fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
+fn a_part_that_fails_stops_neither_the_other_part_nor_the_zeroing() {
     let dir = tempfile::tempdir().expect("a directory");
     let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
     let service = PoolService::new(place.clone());
@@ -66,7 +66,7 @@ fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
     }
 }
 
-/// A pool of one node in files of 16 MiB, all of it zeroed. What the kernel gave for it is given back.
+/// A pool of one node in files of 16 MiB, all of it zeroed. What the kernel gave for it is returned on drop.
 struct Own {
     service: Arc<PoolService>,
     dir: tempfile::TempDir,
@@ -77,7 +77,7 @@ struct Own {
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Own {
-    /// `None`, and said why, where there can be none.
+    /// `None`, with a message, where there can be no pool.
     fn new(mib: u64) -> Option<Self> {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
@@ -104,14 +104,14 @@ impl Own {
         self.service.stat()
     }
 
-    /// What its thread does, until all is zeroed.
+    /// Does the work of the pool's thread, until all is zeroed.
     fn work(&self) {
         while self.stat().nodes[0].dirty_bytes > 0 {
             self.round(true);
         }
     }
 
-    /// `again`: also what found no page before.
+    /// `again`: also slices that found no page before.
     fn round(&self, again: bool) {
         let mut lenders = Page::ALL.map(|_| Lender::default());
         let before = if again { AGAIN_EVERY } else { Duration::ZERO };
@@ -136,13 +136,13 @@ impl Drop for Own {
 }
 
 #[test]
-fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_files_unless_its_vmm_hangs_up() {
+fn a_vm_waits_for_memory_of_one_that_is_gone_unless_its_vmm_hangs_up() {
     let Some(own) = Own::new(16) else { return };
     let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     let first = Cell::new(Some(own.service.take(&all, || panic!("it is there")).expect("it is there")));
     let said = own.service.take(&all, || true).expect_err("it hung up").to_string();
     assert!(said.contains("does not wait"), "{said}");
-    // The first VM has got its memory, and is gone, before the thread that sent it goes on.
+    // The first VM has got its memory, and is gone, before the thread that sent it continues.
     let goes_on = || {
         drop(first.take());
         own.work();
@@ -153,7 +153,7 @@ fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_f
 }
 
 #[test]
-fn memory_that_is_promised_to_others_is_refused_when_all_is_zeroed_and_not_tried_for_ever() {
+fn memory_promised_to_others_is_refused_when_all_is_zeroed() {
     let Some(own) = Own::new(352) else { return };
     let take = |mib: u64, pages| {
         let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
@@ -202,11 +202,11 @@ fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
 }
 
 #[test]
-fn a_promise_is_taken_back_if_a_change_at_the_same_moment_leaves_too_little_that_can_be_far() {
+fn a_promise_is_taken_back_if_a_simultaneous_change_leaves_too_little() {
     let Some(own) = Own::new(32) else { return };
     let far = Arc::new(Mutex::new(Vec::new()));
     let (next, numa) = (far.clone(), own.stat().nodes[0].numa);
-    // What VMs can have far, each time that it is asked for.
+    // The amounts that VMs can have far, one for each request.
     let next = move || {
         let far = Bytes(next.lock().expect("whole").pop().unwrap_or(0) * MIB);
         Far { all: far, nodes: [(numa, far)].into() }
@@ -221,7 +221,7 @@ fn a_promise_is_taken_back_if_a_change_at_the_same_moment_leaves_too_little_that
     };
     let promised = || own.stat().promised_bytes / MIB;
     let all = take(32, [0, 0]).expect("all that there is");
-    // It can go far when the promise is made, and cannot when that is judged again.
+    // It can go far when the promise is made, and cannot when that is checked again.
     let said = take(8, [32, 0]).expect_err("it could not be kept").to_string();
     assert!(said.contains("cannot be promised") && promised() == 32, "{said}");
     let other = take(8, [32, 32]).expect("it can be kept");

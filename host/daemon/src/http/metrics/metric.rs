@@ -1,8 +1,7 @@
 //! A metric: its name, its kind, its help text, and where its samples come from.
 //!
-//! Before: nothing. After: `table` lists metrics, and the page writes them.
-//! Threads: any; plain values. Units: in the names. Promise: a sample is taken from one JSON type and nothing else, so
-//! a page of many metrics asks the engine once.
+//! Threads: any; plain values. Units: in the names.
+//! Promise: a sample is computed from one JSON type alone, so a page of many metrics asks the engine once.
 
 use std::fmt;
 
@@ -28,14 +27,14 @@ impl fmt::Display for Kind {
 /// One sample: labels beyond `domain`, and the value.
 pub(crate) type Sample = (Vec<(&'static str, String)>, f64);
 
-/// A metric of the host: where its samples come from.
+/// The samples of a metric of the host.
 pub(crate) type HostSamples = fn(&HostStat) -> Vec<Sample>;
-/// A metric of a VM; every sample also gets the label `domain`.
+/// The samples of a metric of a VM; each also gets the label `domain`.
 pub(crate) type VmSamples = fn(&VmStat) -> Vec<Sample>;
 
-/// A metric of a node of the pool; every sample also gets the labels `node` and `pages`.
+/// The samples of a metric of a node of the pool; each also gets the labels `node` and `pages`.
 pub(crate) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
-/// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
+/// The samples of a metric of a VM's heat, while it is tracked; each also gets the label `domain`.
 pub(crate) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
 
 pub(crate) struct Metric<S> {

@@ -1,8 +1,9 @@
 //! The table of all metrics: of the host, of the pool, of each VM and of its heat.
 //!
-//! Before: the API's JSON types. After: the page has a line for each sample; `docs/metrics.md` describes every name.
-//! Threads: any. Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and
-//! fixed words), and a test compares the names with the documentation.
+//! Before: the API's JSON types. After: the page has a line for each sample; `docs/metrics.md` describes each name.
+//! Threads: any. Units: base units only (bytes, seconds).
+//! Promise: labels are bounded (names of VMs and nodes, and fixed words), and a test compares the names with the
+//! documentation.
 
 use ballast_api::{AgentStat, AgentState, HostStat, HostTierStat, NodeStat, RemoteNode, TieringStat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
@@ -42,7 +43,7 @@ fn of_host_tiers(vm: &VmStat, samples: impl Fn(&HostTierStat) -> Vec<Sample>) ->
     vm.host_tiers.iter().flat_map(samples).collect()
 }
 
-/// Steps of the ages, in seconds.
+/// Upper bounds of the ages, in seconds.
 const AGES: [u64; 5] = [1, 10, 60, 600, 3600];
 
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
@@ -274,7 +275,7 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
         "ballast_vm_service_restored_bytes_total",
         Kind::Counter,
         "Restored for the guest's kernel services.",
-        |vm| of_agent(vm, |agent| one(agent.restored_for.all().iter().map(|(_, count)| pages(*count)).sum())),
+        |vm| of_agent(vm, |agent| one(pages(agent.service_restored_pages))),
     ),
     metric("ballast_vm_agent_cold_bytes", Kind::Gauge, "What its last report calls cold, and of it, free.", |vm| {
         of_agent(vm, |agent| {
@@ -317,7 +318,7 @@ pub(crate) const HEAT: &[Metric<HeatSamples>] = &[
         one(heat.wss_bytes)
     }),
     metric("ballast_vm_age_bytes", Kind::Gauge, "Guest RAM in DRAM by the time since its last touch.", |heat| {
-        // Fewer steps than the API has.
+        // Fewer steps than in the API.
         let (mut samples, mut bytes) = (Vec::new(), 0);
         for bucket in &heat.ages {
             bytes += bucket.bytes;

@@ -1,4 +1,4 @@
-//! The OpenAPI document: its copy in `docs/`, and what each operation in it must have.
+//! The OpenAPI document: its copy in `docs/`, and the parts that each operation needs.
 
 use std::collections::BTreeSet;
 
@@ -30,7 +30,7 @@ fn references<'a>(value: &'a Value, found: &mut BTreeSet<&'a str>) {
 }
 
 #[test]
-fn every_reference_leads_somewhere_and_every_schema_is_used() {
+fn every_reference_has_a_target_and_every_schema_is_used() {
     let document: Value = serde_json::from_str(&document_json()).expect("JSON");
     let mut found = BTreeSet::new();
     references(&document, &mut found);
@@ -43,7 +43,7 @@ fn every_reference_leads_somewhere_and_every_schema_is_used() {
 }
 
 #[test]
-fn every_operation_says_what_it_is_what_it_takes_and_what_it_answers() {
+fn every_operation_has_a_summary_its_parameters_and_its_answers() {
     let document: Value = serde_json::from_str(&document_json()).expect("JSON");
     let (mut ids, mut count) = (BTreeSet::new(), 0);
     for (path, item) in document["paths"].as_object().expect("paths") {

@@ -1,18 +1,18 @@
-//! Every operation of the document is asked for well and badly, of backends that do it, refuse it and fail: no status
-//! may come that the document does not have, and none may be there that never comes.
+//! Each operation of the document gets valid and invalid requests, with backends that obey, refuse and fail: each
+//! status must be in the document, and each status of the document must occur.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use ballast_api::{
     AdoptRequest, AdoptResult, DecisionRecord, KeptVm, LendRequest, PlanRequest, PolicyPatch, PolicyStat, PoolRequest,
-    PoolStat, Track, UpgradeStat,
+    PoolStat, UpgradeStat,
 };
 use ballast_policy::{Kind, Plan};
 use serde_json::Value;
 
 use super::*;
 
-/// What a backend does with whatever it is asked for. No VM is named `nobody`.
+/// How a backend answers all requests. No VM is named `nobody`.
 #[derive(Clone, Copy, PartialEq)]
 enum Backing {
     Works,
@@ -30,13 +30,13 @@ impl Backing {
         (name != "nobody").then(|| self.value())
     }
 
-    fn word<T: Default>(self) -> Result<T, String> {
-        if self == Self::Refuses { Err("refused".into()) } else { Ok(self.value()) }
+    fn word<T: Default>(self) -> anyhow::Result<T> {
+        if self == Self::Refuses { anyhow::bail!("refused") } else { Ok(self.value()) }
     }
 
     fn change<T: Default>(self, name: &str) -> Result<T, ChangeError> {
         self.one::<()>(name).ok_or(ChangeError::NotFound)?;
-        self.word().map_err(ChangeError::Invalid)
+        Ok(self.word()?)
     }
 }
 
@@ -50,11 +50,8 @@ impl Backend for Backing {
     fn heat(&self, name: &str, _cells: usize) -> Option<VmHeat> {
         self.one(name)
     }
-    fn set_track(&self, name: &str, _track: Track) -> Option<VmHeat> {
+    fn set_track(&self, name: &str, _track: bool) -> Option<VmHeat> {
         self.one(name)
-    }
-    fn heat_cycles(&self, name: &str, _after: u64) -> Option<Vec<u8>> {
-        self.one::<()>(name).map(|()| if *self == Self::Refuses { vec![] } else { vec![1] })
     }
     fn patch_vm(&self, name: &str, _patch: &VmPatch) -> Result<VmStat, ChangeError> {
         self.change(name)
@@ -62,10 +59,10 @@ impl Backend for Backing {
     fn keep(&self, name: &str, _kept: bool) -> Result<VmStat, ChangeError> {
         self.change(name)
     }
-    fn kept(&self) -> Result<Vec<KeptVm>, String> {
+    fn kept(&self) -> anyhow::Result<Vec<KeptVm>> {
         self.word()
     }
-    fn forget(&self, vm: &str) -> Result<Vec<KeptVm>, String> {
+    fn forget(&self, vm: &str) -> anyhow::Result<Vec<KeptVm>> {
         self.word::<()>().map(|()| self.one(vm).into_iter().collect())
     }
     fn host(&self) -> HostStat {
@@ -92,62 +89,50 @@ impl Backend for Backing {
     fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
         self.value()
     }
-}
-
-impl Governing for Backing {
     fn snapshot(&self) -> ballast_policy::Snapshot {
         self.value()
     }
-    fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
+    fn plan(&self, _policy: Option<Kind>) -> anyhow::Result<Plan> {
         self.word()
     }
-    fn put_plan(&self, _request: PlanRequest) -> Result<Plan, String> {
+    fn put_plan(&self, _request: PlanRequest) -> anyhow::Result<Plan> {
         self.word()
     }
     fn policy(&self) -> PolicyStat {
         self.value()
     }
-    fn patch_policy(&self, _patch: &PolicyPatch) -> Result<PolicyStat, String> {
+    fn patch_policy(&self, _patch: &PolicyPatch) -> anyhow::Result<PolicyStat> {
         self.word()
     }
     fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
         self.one(name)
     }
-}
-
-impl Adopting for Backing {
-    fn adopt(&self, _request: &AdoptRequest) -> Result<AdoptResult, String> {
+    fn adopt(&self, _request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
         self.word()
     }
     fn release(&self, name: &str, _bring_back: bool) -> Result<VmStat, ChangeError> {
         self.change(name)
     }
-}
-
-impl Upgrades for Backing {
     fn upgrade(&self) -> UpgradeStat {
         self.value()
     }
-    fn begin_upgrade(&self, _program: Option<String>) -> Result<UpgradeStat, String> {
+    fn begin_upgrade(&self, _program: Option<String>) -> anyhow::Result<UpgradeStat> {
         self.word()
     }
-}
-
-impl Pooling for Backing {
     fn pool(&self) -> PoolStat {
         self.value()
     }
-    fn reserve_pool(&self, _request: &PoolRequest) -> Result<PoolStat, String> {
+    fn reserve_pool(&self, _request: &PoolRequest) -> anyhow::Result<PoolStat> {
         self.word()
     }
-    fn lend_pool(&self, _request: &LendRequest) -> Result<PoolStat, String> {
+    fn lend_pool(&self, _request: &LendRequest) -> anyhow::Result<PoolStat> {
         self.word()
     }
 }
 
-/// Bodies of which one is right for each request that takes one; the last one is always too long.
+/// Bodies: for each request that takes one, one of them is valid; the last one is always too long.
 fn bodies() -> Vec<String> {
-    let right = ["{}", r#"{"limit_bytes":null}"#, r#"{"track":"on"}"#, r#"{"policy":"x","lease_ms":1,"limits":[]}"#];
+    let right = ["{}", r#"{"limit_bytes":null}"#, r#"{"track":true}"#, r#"{"policy":"x","lease_ms":1,"limits":[]}"#];
     let long = " ".repeat(ballast_api::MAX_BODY_BYTES) + "{}";
     right.into_iter().chain([r#"{"bytes":1}"#, "[]"]).map(str::to_owned).chain([long]).collect()
 }
@@ -157,9 +142,9 @@ fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
     format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into()
 }
 
-/// The status of an answer: a stream would go on.
+/// The status of an answer, without the rest, because a stream continues.
 fn status_of(mut stream: Stream, request: &[u8]) -> String {
-    // One that is refused early may not be read to its end.
+    // A request that is refused early may not be read completely.
     let _ = stream.write_all(request);
     let mut start = [0; 12];
     stream.read_exact(&mut start).expect("an answer");
@@ -190,7 +175,7 @@ fn walk(servers: &[Server], impatient: &Server, method: &str, path: &str, operat
 }
 
 #[test]
-fn a_walk_of_all_routes_meets_the_statuses_of_the_document_and_no_other() {
+fn a_walk_of_all_routes_sees_exactly_the_statuses_of_the_document() {
     let start = |backing, bounds| start_with(Arc::new(backing), PeerPolicy::new(None), bounds);
     let servers = [Backing::Works, Backing::Refuses, Backing::Fails].map(|backing| start(backing, BOUNDS));
     let impatient = start(Backing::Works, Bounds { body: Duration::from_millis(1), ..BOUNDS });
@@ -200,7 +185,7 @@ fn a_walk_of_all_routes_meets_the_statuses_of_the_document_and_no_other() {
             let mut seen = walk(&servers, &impatient, method, path, operation);
             let place = path.replace("{name}", "web");
             seen.insert(status_for(Access::Denied, request(method, &place, "")).to_string());
-            // These come before any handler, from tests of their own: a failure where no backend is asked, no place.
+            // These come before any handler, and have their own tests: a failure without a backend, no place.
             seen.extend(["500", "503"].map(str::to_owned));
             let has: BTreeSet<String> =
                 operation["responses"].as_object().expect("responses").keys().cloned().collect();

@@ -1,10 +1,11 @@
 //! A thread of the pool: takes the task whose turn it is, runs it, and waits if there is none.
 //!
-//! Before: the pool started it because too few threads could run. After: it runs tasks until it is a spare that nobody
-//! needs, and no write to disk that it gave up waiting for is under way. Threads: this is what each of them does; see
-//! [`super`] for how many there are.
-//! Units: a run is charged by the time it took and the shares of its group. Promise: the pool's lock is not held while
-//! a task runs or is dropped. A panic in a task ends that task alone. What goes before guests ends with the run.
+//! Before: the pool started it because too few threads could run. After: it has run tasks until it was a spare that is
+//! not needed, and no disk write that it gave up waiting for is under way.
+//! Threads: each thread of the pool; [`super`] has their number. Units: a run is charged by its time and the shares of
+//! its group.
+//! Promise: the pool's lock is not held while a task runs or is dropped. A panic in a task ends only that task. A
+//! raised priority ends with the run.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,18 +18,18 @@ use ballast_sys::priority;
 use super::{IDLE, Inner, POOL, Pool, Running};
 use crate::run::queue::{Next, charge};
 
-/// A timer before this is not left to the watchdog while another thread could wait for it.
+/// A timer due within this time is given to another thread, if none waits for it, before this one runs a task.
 const SOON: Duration = Duration::from_millis(5);
-/// A spare with nothing to do ends after this long.
+/// A spare without work ends after this time.
 const LINGER: Duration = Duration::from_secs(1);
 
 thread_local! {
-    /// Does a thread of a pool go before guests?
+    /// For a thread of a pool: whether its priority is raised.
     static GOES_FIRST: Cell<Option<bool>> = const { Cell::new(None) };
 }
 
-/// Sets whether what this thread does now goes before guests, because threads of guests wait for it. This ends with the
-/// run of the task. No task goes first for long: each holds page locks now and then that a fault may want.
+/// Raises or lowers this thread's priority above guests, while guest threads wait for its work. It lasts until the end
+/// of the run. No task may keep it for long: each sometimes holds page locks that a fault may need.
 pub fn go_first(first: bool) {
     if GOES_FIRST.get().is_some_and(|now| now != first) {
         GOES_FIRST.set(Some(first));
@@ -37,7 +38,6 @@ pub fn go_first(first: bool) {
 }
 
 impl Pool {
-    /// Runs tasks, as a thread of the pool.
     pub(super) fn work(self) {
         POOL.set(Some(self.clone()));
         GOES_FIRST.set(Some(false));
@@ -63,7 +63,7 @@ impl Pool {
                     inner = self.lock();
                     continue;
                 }
-                // Not what it was before: other spares may have ended meanwhile.
+                // Computed again: other spares may have ended.
                 if !timed_out || inner.unblocked() <= self.0.base {
                     continue;
                 }
@@ -111,8 +111,8 @@ impl Pool {
         }
     }
 
-    /// Waits for work, no longer than a spare does if this is one or `looks_again`. Returns whether there was none for
-    /// as long as that.
+    /// Waits for work; a spare, and any thread with `looks_again`, for at most [`LINGER`]. Returns whether that time
+    /// has passed without work.
     fn rest<'a>(
         &'a self,
         mut inner: MutexGuard<'a, Inner>,
@@ -120,7 +120,7 @@ impl Pool {
         looks_again: bool,
     ) -> (MutexGuard<'a, Inner>, bool) {
         inner.idle += 1;
-        // One thread wakes for a timer, not all.
+        // Only one thread waits for the next timer.
         let timed = inner.timed;
         let due = inner.queue.next_due().filter(|due| timed.is_none_or(|timed| *due < timed));
         inner.timed = due.or(timed);
@@ -143,7 +143,7 @@ impl Pool {
     }
 }
 
-/// Names the calling thread, cut as the kernel cuts it: at 15 bytes.
+/// Names the calling thread, cut to 15 bytes as the kernel does.
 fn set_name(name: &str) {
     let end = name.floor_char_boundary(15);
     if let Ok(name) = std::ffi::CString::new(&name[..end]) {

@@ -1,27 +1,26 @@
-//! The watchdog of the pool: finds threads that wait in the kernel and did not announce it.
+//! The watchdog of the pool: finds threads that wait in the kernel without announcing it.
 //!
-//! Before: a task runs. After: a thread that sleeps counts as blocked, so that a spare takes its place, and a timer
-//! that nobody waits for is not late for long.
-//! Threads: one for each pool; it sleeps while no task runs. Promise: a task that waits delays others by `TICK` and
-//! `LONG` at most.
+//! Before: a task runs. After: a thread that sleeps counts as blocked, so that a spare takes its place, and a timer for
+//! which no thread waits is not late for long.
+//! Threads: one for each pool; it sleeps while no task runs.
+//! Promise: a task that waits delays others by at most `TICK` and `LONG`.
 //!
-//! Threads that wait are counted, and not those that run, since a run takes long where all CPUs of the host are
-//! busy, and more threads would only divide the CPUs. So the watchdog asks the kernel whether a thread that has taken
-//! long sleeps.
+//! Threads that run are not counted as blocked: where all CPUs are busy a run takes long, and more threads would only
+//! divide the CPUs. So the watchdog asks the kernel whether a thread that has run for long sleeps.
 
 use std::time::{Duration, Instant};
 
 use super::{Pool, Worker};
 
-/// Time between looks of the watchdog while tasks run, and how long one must have run to be looked at.
+/// Time between checks while tasks run; length of a run from which on it is checked.
 const TICK: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_millis(10);
-/// Ticks without any run after which the watchdog sleeps until there is one: further ticks cost an idle host more than
-/// the wake-up.
-const QUIET_TICKS: u32 = 2;
+/// Ticks without a run, or without a visit of a fault worker, after which a watchdog sleeps until the next one: further
+/// ticks cost an idle host more than the wake-up.
+pub(in crate::run) const QUIET_TICKS: u32 = 2;
 
 impl Pool {
-    /// Looks for threads that wait in the kernel, and for timers that nobody waits for.
+    /// Searches for threads that wait in the kernel, and for timers for which no thread waits.
     pub(super) fn watch(self) {
         let (mut runs, mut quiet) = (0, 0);
         let mut inner = self.lock();
@@ -55,7 +54,7 @@ impl Pool {
     }
 }
 
-/// Returns whether this thread of ours sleeps, so that it would not run if it had a CPU.
+/// Returns whether a thread of this process sleeps, so that it would not run on a free CPU.
 pub(in crate::run) fn sleeps(thread: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['S', 'D']))

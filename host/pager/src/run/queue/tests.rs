@@ -83,7 +83,7 @@ fn a_task_that_moves_between_queues_takes_its_debt_along() {
             queues[at].owe(GroupId(1), owed);
         }
     }
-    // It always competes with one other, and each of them has half.
+    // It always competes with one other task, and each gets half of the time.
     assert!(spent[0].abs_diff(spent[1]) <= 16 * MS, "{spent:?}");
 }
 
@@ -103,14 +103,13 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// In any sequence, a task that was notified, or whose time came, is taken, and no other.
     #[test]
     fn no_notification_and_no_timer_is_lost(steps in proptest::collection::vec(step(), 1..200)) {
         let mut queue = Queue::default();
         let mut now = Instant::now();
         let groups = [queue.add_group(), queue.add_group(), queue.add_group()];
         let tasks: Vec<TaskId> = (0..6).map(|at| queue.add(groups[at % 3])).collect();
-        // When each is to run, at the latest.
+        // Latest time of each task's next run.
         let mut due: Vec<Option<Instant>> = vec![Some(now); 6];
         for step in steps {
             match step {
@@ -143,9 +142,9 @@ proptest! {
         }
     }
 
-    /// Groups that always have something to do run for the same time, except for a quantum and the longest run.
+    /// Groups that always have work run for equal times, except for a quantum and the longest run.
     #[test]
-    fn turns_are_fair_whatever_a_run_takes(
+    fn turns_are_fair_whatever_the_lengths_of_runs(
         runs in proptest::collection::vec((1..4000u64, 1..4000u64, 1..4000u64), 50..200),
     ) {
         let mut queue = Queue::default();
@@ -164,9 +163,9 @@ proptest! {
         }
     }
 
-    /// A task that becomes ready runs after a quantum and one run of each other group; a removed one never runs.
+    /// That is, for a quantum and one run of each group. A removed task never runs.
     #[test]
-    fn one_that_becomes_ready_waits_for_one_turn_of_each_other_group(
+    fn a_task_that_becomes_ready_waits_for_one_turn_of_each_other_group(
         runs in proptest::collection::vec(1..400u64, 50..300), others in 1..8u64, every in 1..20usize,
     ) {
         const QUANTUM_US: u64 = 100;

@@ -12,12 +12,11 @@ use super::super::serve::{After, BATCH};
 use super::super::until;
 use super::*;
 
-/// The set that it is in.
 fn set_of(served: &Served) -> Weak<Set> {
     served.0.place().as_ref().map(Arc::downgrade).unwrap_or_default()
 }
 
-/// What one server does with its input, and what is known of it.
+/// What a test controls of a server, and what it sees of it.
 #[derive(Default)]
 struct Told {
     visits: AtomicUsize,
@@ -28,7 +27,7 @@ struct Told {
     panics: AtomicUsize,
     stays_down: AtomicBool,
     roams: bool,
-    /// Visits go on while somebody has this.
+    /// Held by a test: visits are stuck.
     stuck: Mutex<()>,
 }
 
@@ -72,7 +71,7 @@ fn this_thread() -> u32 {
     rustix::thread::gettid().as_raw_pid() as u32
 }
 
-/// One that is served, and its input.
+/// A served descriptor, and its input.
 struct Client {
     told: Arc<Told>,
     fd: Arc<OwnedFd>,
@@ -85,7 +84,6 @@ impl Client {
         Self::over(servers, group, input_fd(), Told::default(), then)
     }
 
-    /// The same whose input is there.
     fn over(
         servers: &Servers,
         group: u64,
@@ -114,7 +112,7 @@ impl Client {
         rustix::io::write(&*self.fd, &1u64.to_ne_bytes()).expect("write");
     }
 
-    /// One more input, and it is visited for that.
+    /// Adds an input, and waits until a visit has read it.
     fn is_served(&self) {
         let before = self.told.input.load(Ordering::SeqCst);
         self.input();
@@ -145,7 +143,7 @@ fn two_cpus(servers: &Servers) -> Option<[usize; 2]> {
 }
 
 #[test]
-fn each_input_and_each_notification_is_followed_by_a_visit_until_it_is_closed() {
+fn each_input_and_each_notification_is_followed_by_a_visit_until_the_close() {
     let servers = Servers::new().expect("servers");
     let clients: Vec<Client> = (0..100).map(|group| Client::quiet(&servers, group)).collect();
     assert!(servers.threads() as usize <= servers.0.sets.len(), "{servers:?}");
@@ -171,7 +169,7 @@ fn each_input_and_each_notification_is_followed_by_a_visit_until_it_is_closed() 
 }
 
 #[test]
-fn a_time_that_was_asked_for_comes_and_nobody_is_visited_without_a_reason() {
+fn a_server_is_visited_at_the_time_that_it_asked_for_and_not_without_a_reason() {
     let servers = Servers::new().expect("servers");
     let timed = |told: &Told, now: Instant| match told.visits.load(Ordering::SeqCst) {
         0..10 => After::next(Next::At(now + Duration::from_millis(1))),
@@ -183,7 +181,7 @@ fn a_time_that_was_asked_for_comes_and_nobody_is_visited_without_a_reason() {
 }
 
 #[test]
-fn it_moves_to_the_cpu_where_it_is_wanted_and_loses_no_input_on_the_way() {
+fn a_server_moves_to_the_preferred_cpu_and_loses_no_input() {
     let servers = Servers::new().expect("servers");
     let Some(cpus) = two_cpus(&servers) else { return };
     let mut turn = 0;
@@ -205,7 +203,7 @@ fn it_moves_to_the_cpu_where_it_is_wanted_and_loses_no_input_on_the_way() {
 }
 
 #[test]
-fn it_is_closed_once_while_other_threads_move_notify_and_visit_it() {
+fn a_server_ends_once_while_other_threads_move_notify_and_visit_it() {
     let servers = Servers::new().expect("servers");
     let Some(cpus) = two_cpus(&servers) else { return };
     for round in 0..200 {
@@ -228,7 +226,7 @@ fn it_is_closed_once_while_other_threads_move_notify_and_visit_it() {
 }
 
 #[test]
-fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back() {
+fn more_stuck_servers_than_cpus_stop_no_other_and_rejoin_them() {
     let servers = Servers::new().expect("servers");
     let base = servers.0.sets.len() as u32;
     let stuck: Vec<Client> = (0..3 * u64::from(base)).map(|group| Client::quiet(&servers, group)).collect();
@@ -241,10 +239,10 @@ fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back()
             others.iter().for_each(Client::is_served);
         }
         until(|| servers.threads() >= stuck.len() as u32);
-        // Closing one that is not stuck waits for none.
+        // Closing a server that is not stuck waits for none that is.
         others[0].served.close();
         others[0].served.wait();
-        // Closing one that is does not end it before its visit is over.
+        // A stuck server that is closed ends after its visit.
         stuck[0].served.close();
         stuck[1].notify.notify();
         assert!(!stuck[0].served.is_over() && stuck[0].told.ended.load(Ordering::SeqCst) == 0);
@@ -256,13 +254,12 @@ fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back()
     stuck[1..].iter().chain(&others[1..]).for_each(Client::is_served);
     until(|| servers.threads() <= base);
     stuck[1..].iter().chain(&others[1..]).for_each(Client::is_served);
-    // All are with the others again.
+    // No set apart is left.
     until(|| servers.0.sets.iter().map(|set| set.len()).sum::<usize>() == stuck.len() + others.len() - 2);
 }
 
-/// Has it be stuck for a moment. Returns the set apart that it is in.
 #[test]
-fn a_user_has_so_many_clients_that_keep_a_thread_and_no_more_until_these_are_over() {
+fn stuck_clients_of_a_user_are_bounded_until_their_visits_end() {
     let (servers, stuck) = (Servers::new().expect("servers"), stuck::Stuck::default());
     let clients: Vec<Client> = (0..16).map(|group| Client::quiet(&servers, group)).collect();
     {
@@ -282,6 +279,7 @@ fn a_user_has_so_many_clients_that_keep_a_thread_and_no_more_until_these_are_ove
     assert!(!stuck.is_full(7));
 }
 
+/// Makes the client stuck until it is in a set apart. Returns that set.
 fn part(servers: &Servers, client: &Client) -> std::sync::Weak<Set> {
     let base = servers.threads();
     let held = client.told.stuck.lock().expect("no panic");
@@ -292,14 +290,13 @@ fn part(servers: &Servers, client: &Client) -> std::sync::Weak<Set> {
 }
 
 #[test]
-fn one_that_was_stuck_leaves_no_thread_and_no_set_when_it_comes_back_or_is_closed() {
+fn a_stuck_server_leaves_no_thread_and_no_set_when_it_rejoins_or_is_closed() {
     let servers = Servers::new().expect("servers");
     let client = Client::quiet(&servers, 0);
     let base = servers.threads();
     let set = part(&servers, &client);
     until(|| servers.threads() <= base && set.upgrade().is_none());
     client.is_served();
-    // It would stay apart for minutes.
     client.served.0.stuck.store(MOST_DOUBLED + 1, Ordering::Relaxed);
     let set = part(&servers, &client);
     client.is_served();
@@ -309,7 +306,7 @@ fn one_that_was_stuck_leaves_no_thread_and_no_set_when_it_comes_back_or_is_close
 }
 
 #[test]
-fn one_that_roams_is_visited_by_no_worker_of_a_cpu_neither_first_nor_after_it_was_stuck_nor_if_it_wants_to() {
+fn a_roaming_server_is_never_visited_by_a_worker_of_a_cpu() {
     let servers = Servers::new().expect("servers");
     let on_cpu = Client::quiet(&servers, 0);
     on_cpu.is_served();
@@ -333,7 +330,7 @@ fn one_that_roams_is_visited_by_no_worker_of_a_cpu_neither_first_nor_after_it_wa
 }
 
 #[test]
-fn a_panic_is_that_of_one_server_which_ends_when_it_says_so() {
+fn a_panic_affects_one_server_which_decides_whether_it_ends() {
     let servers = Servers::new().expect("servers");
     let panics = Client::new(&servers, 0, |told, _| {
         assert!(told.input.load(Ordering::SeqCst) != 1, "a bug");
@@ -351,9 +348,9 @@ fn a_panic_is_that_of_one_server_which_ends_when_it_says_so() {
 }
 
 #[test]
-fn who_always_has_more_to_do_keeps_no_other_from_being_served() {
+fn a_server_that_always_has_more_to_do_starves_no_other() {
     let servers = Servers::new().expect("servers");
-    // As long as a visit may take.
+    // Each visit takes as long as it may.
     let flood = |_: &Told, now: Instant| {
         until(|| now.elapsed() >= BATCH);
         After::next(Next::Again)
@@ -366,7 +363,7 @@ fn who_always_has_more_to_do_keeps_no_other_from_being_served() {
 }
 
 #[test]
-fn of_those_that_always_have_more_to_do_each_has_visits_by_its_shares_within_bounds() {
+fn busy_groups_are_visited_by_their_shares_within_bounds() {
     let mut queue = Queue::new(BATCH);
     let now = Instant::now();
     let shares = [0, 500, 1000, 2000, 100_000];
@@ -386,7 +383,7 @@ fn of_those_that_always_have_more_to_do_each_has_visits_by_its_shares_within_bou
 }
 
 #[test]
-fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
+fn a_server_that_may_run_anywhere_moves_to_an_idle_worker() {
     let servers = Servers::new().expect("servers");
     let Some([first, _]) = two_cpus(&servers) else { return };
     let gathers = Arc::new(AtomicBool::new(true));
@@ -411,7 +408,7 @@ fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
 struct Hog(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
 
 impl Hog {
-    /// `None`, aloud, where that is not permitted.
+    /// `None`, with a printed skip, where that is not permitted.
     fn on(cpu: usize) -> Option<Self> {
         let done = Arc::new(AtomicBool::new(false));
         let (say, hear) = mpsc::channel();
@@ -441,7 +438,7 @@ impl Drop for Hog {
 }
 
 #[test]
-fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
+fn a_worker_whose_cpu_is_taken_by_a_real_time_thread_moves_to_another() {
     let servers = Servers::new().expect("servers");
     let Some([first, _]) = two_cpus(&servers) else { return };
     let there = move |_: &Told, _| After { placement: Placement::Cpu(first), ..After::next(Next::Idle) };
@@ -452,7 +449,7 @@ fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
     let thread = client.told.thread.load(Ordering::SeqCst);
     let Some(_hog) = Hog::on(first) else { return };
     let affinity = || Cpus::of(thread).expect("it runs");
-    // What the kernel leaves to others may be enough for this input, but not for each.
+    // The time that the kernel reserves for other threads may suffice for some inputs.
     until(|| {
         client.input();
         affinity().iter().count() > 1
@@ -461,10 +458,10 @@ fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
 }
 
 #[test]
-fn a_worker_that_a_real_time_thread_interrupts_in_its_visits_goes_to_another_cpu() {
+fn a_worker_that_a_real_time_thread_preempts_during_a_visit_moves_to_another_cpu() {
     let servers = Servers::new().expect("servers");
     let Some([first, _]) = two_cpus(&servers) else { return };
-    // It is always in a visit.
+    // Its worker is always in a visit.
     let busy = move |_: &Told, now: Instant| {
         until(|| now.elapsed() >= BATCH);
         After { placement: Placement::Cpu(first), ..After::next(Next::Again) }
@@ -483,7 +480,6 @@ fn a_worker_that_a_real_time_thread_interrupts_in_its_visits_goes_to_another_cpu
     client.served.wait();
 }
 
-/// Random numbers from a seed.
 struct Rng(u64);
 
 impl Rng {
@@ -494,14 +490,14 @@ impl Rng {
     }
 }
 
-/// A client that moves, is stuck, panics and has more to do at random, over this descriptor.
+/// A client over this descriptor that randomly moves, is stuck, panics, and has more to do.
 fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
     let cpus: Vec<usize> = servers.0.sets.iter().filter_map(|set| set.cpu).collect();
     let mut rng = Rng(seed);
     let then = move |told: &Told, now: Instant| {
         match rng.below(200) {
-            0 => std::thread::sleep(LONG * 4),
-            1..5 => std::thread::sleep(LONG / 10),
+            0 => std::thread::sleep(TICK * 4),
+            1..5 => std::thread::sleep(TICK / 10),
             5 => {
                 told.visited.store(false, Ordering::SeqCst);
                 std::panic::resume_unwind(Box::new("as it likes"));
@@ -524,7 +520,7 @@ fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
     Client::over(servers, seed % 7, fd.clone(), Told::default(), then)
 }
 
-/// How long a random test goes on: some thousand steps, or as many as the environment says.
+/// Steps of a random test: some thousands, or `PROPTEST_CASES`.
 fn steps() -> u64 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(3000)
 }
@@ -549,7 +545,7 @@ fn each_input_is_followed_by_a_visit_while_servers_do_anything_and_come_and_go()
                     client.served.close();
                     client.served.wait();
                     assert_eq!(client.told.ended.load(Ordering::SeqCst), 1, "seed {seed:#x}");
-                    // The same descriptor is served again, as if its VM attached again.
+                    // Serves the descriptor again, as if its VM attached again.
                     clients[at] = erratic(&servers, &fds[at], rng.below(u64::MAX));
                 }
                 1 | 2 => {

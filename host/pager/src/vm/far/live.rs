@@ -1,20 +1,19 @@
-//! Live copies: the objects of a store that the words of a VM name, which the store must keep when it sweeps.
+//! Live copies: the copies in a store that words of a VM name. The store keeps them when it sweeps.
 //!
-//! Before: `recover` repairs the words one by one, in order. After: the store is told all of them at once.
-//! Threads: none; a plain value. Units: 8 bytes a page, and 40 for each gap between pages.
-//! Promise: what was noted is returned, in that order.
+//! Before: `recover` repairs the words one by one, in order. After: the store gets all of them at once.
+//! Threads: none; a plain value. Units: 8 bytes for each page, and 40 for each gap between pages.
+//! Promise: returns the copies in the order in which they were noted.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, RegionKey};
 
-/// The objects of one store, by page.
 #[derive(Clone, Debug, Default)]
 pub struct LiveCopies {
     handles: Vec<Handle>,
     runs: Vec<LiveRun>,
 }
 
-/// Neighbouring pages: the first one, and where their handles begin.
+/// A run of neighbouring pages: the first one, and the index of its handle.
 #[derive(Clone, Debug)]
 struct LiveRun {
     region: RegionKey,
@@ -23,12 +22,11 @@ struct LiveRun {
 }
 
 impl LiveCopies {
-    /// None yet.
     pub const fn new() -> Self {
         Self { handles: Vec::new(), runs: Vec::new() }
     }
 
-    /// This page's word names this object.
+    /// Adds the copy that a page's word names.
     pub fn note(&mut self, key: PageKey, handle: Handle) {
         let start = self.handles.len();
         let goes_on = self.runs.last().is_some_and(|run| {
@@ -41,12 +39,11 @@ impl LiveCopies {
         self.handles.push(handle);
     }
 
-    /// How many there are.
     pub fn count(&self) -> u64 {
         self.handles.len() as u64
     }
 
-    /// All of them.
+    /// All copies, in the order in which they were noted.
     pub fn iter(&self) -> impl Iterator<Item = (PageKey, Handle)> {
         let ends = self.runs.iter().skip(1).map(|run| run.start).chain([self.handles.len()]);
         self.runs.iter().zip(ends).flat_map(|(run, end)| {
@@ -64,7 +61,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_noted_comes_out(noted in proptest::collection::vec((0u32..2, 0u64..6, 0u64..1 << 40), 0..60)) {
+        fn copies_come_out_as_noted(noted in proptest::collection::vec((0u32..2, 0u64..6, 0u64..1 << 40), 0..60)) {
             let key = |number, page| RegionKey { vm: VmId([1; 16]), number }.page(PageIdx(page));
             let handle = |bits| Handle::new(bits).expect("40 bits");
             let noted = noted.into_iter().map(|(region, page, bits)| (key(region, page), handle(bits)));

@@ -1,11 +1,12 @@
 //! The stores of a VM, and the queues of work for its slow ones.
 //!
-//! Before: the engine opened the stores. After: words name copies in them; faults, spill and readahead leave their work
-//! here. Threads: any. Promise: nothing here waits for a store.
+//! Before: the engine opened the stores. After: words name copies in them; faults, spill and readahead queue their work
+//! here.
+//! Threads: any.
+//! Promise: nothing here waits for a store.
 
-mod cluster;
-pub mod live;
+pub(crate) mod live;
 mod overdue;
 pub mod slow_queue;
-pub mod spill_request;
+pub(crate) mod spill_request;
 pub mod stores;

@@ -1,9 +1,9 @@
-//! Overdue: notices when a slow store does not return a page in time, and tells operators.
+//! Overdue: notices that a slow store does not return a page in time, and tells operators.
 //!
-//! Before: a worker asked a slow store for a page ([`ballast_page::copies::Source`]). After: when a worker has waited
-//! for a page as long as the store's deadline, an event says so, and another one says when that is over.
-//! Threads: any. Promise: silence is not loss. The wait goes on until the store returns the page or reports that it has
-//! lost it.
+//! Before: a worker asked a slow store for a page ([`ballast_page::copies::Source`]). After: an event if a worker has
+//! waited for a page for the store's deadline, and another one when the store returns pages again.
+//! Threads: any.
+//! Promise: silence is not loss. The wait goes on until the store returns the page or reports that it has lost it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use ballast_page::copies::Watch;
 use ballast_store::{GetOutcome, Handle, PageKey, SlowStore};
 
-/// Tells operators something: a kind of event, and a sentence.
+/// Reports an event to operators: kind and text.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// A page that no worker asked for in this time: its thread is gone, or it was discarded.
+/// A page that no worker has asked for in this time counts as no longer waited for: its thread ended, or it was
+/// discarded.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
 
-/// A slow store, and the pages that workers wait for.
+/// A slow store, and the pages of it that workers wait for.
 pub(crate) struct Overdue {
     store: Arc<dyn SlowStore>,
     name: &'static str,
@@ -29,9 +30,9 @@ pub(crate) struct Overdue {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Since when it is waited for, and when it was last asked for.
+    /// For each page: start of the wait, and the last request.
     pages: HashMap<(PageKey, Handle), (Instant, Instant)>,
-    /// Since when, if operators were told that the store is overdue.
+    /// Start of the wait that operators were told of.
     said: Option<Instant>,
 }
 
@@ -42,12 +43,12 @@ impl std::fmt::Debug for Overdue {
 }
 
 impl Overdue {
-    /// Operators are told when a page was waited for this long.
+    /// Reports a page that was waited for for `deadline`.
     pub fn new(store: Arc<dyn SlowStore>, name: &'static str, deadline: Duration) -> Self {
         Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
     }
 
-    /// Sets who is told. Only the first call counts: a VM that is opened again has the same operators.
+    /// Sets the reporter. Only the first call has an effect: a VM that is opened again has the same operators.
     pub fn tell(&self, tell: &Tell) {
         let _ = self.tell.set(tell.clone());
     }
@@ -56,7 +57,7 @@ impl Overdue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
+    /// A wait has ended: if operators were told and no page is overdue any more, tells them.
     fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
         if waiting.said.is_none() {
             return;
@@ -111,7 +112,7 @@ impl Watch for Overdue {
         if self.waiting().pages.is_empty() {
             return;
         }
-        // Nobody waits for a page that is read ahead: a fault on one that is busy asks for it alone.
+        // No thread waits for a page that is read ahead: a fault on a busy one asks for it alone.
         for (page, outcome) in pages.iter().zip(outcomes) {
             if *outcome != GetOutcome::Busy || self.waiting().pages.contains_key(page) {
                 self.was_asked(page.0, page.1, *outcome);

@@ -1,8 +1,9 @@
-//! The stores of one VM: a small ordered set, by the numbers by which words name them.
+//! The stores of one VM, by the numbers by which words name them.
 //!
 //! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to slow ones,
-//! and faults restore them from any. Threads: any.
-//! Promise: a store that cannot be opened loses nothing: its pages wait.
+//! and faults restore them from any.
+//! Threads: any.
+//! Promise: while a store cannot be opened, its pages wait, and nothing is lost.
 
 use std::collections::HashSet;
 use std::io;
@@ -29,7 +30,8 @@ pub struct NearTier {
     pub store: Arc<dyn NearStore>,
 }
 
-/// A store that may wait for a disk or a network: slow workers and spill ask it. A fault worker only begins to ask it.
+/// A store that may wait for a disk or a network. Slow workers and spill wait for it; a fault worker only begins a
+/// read.
 #[derive(Clone, Debug)]
 pub struct SlowTier {
     /// Its number in words.
@@ -38,7 +40,7 @@ pub struct SlowTier {
     pub name: &'static str,
     /// The store.
     pub store: Arc<dyn SlowStore>,
-    /// Its pages that are waited for.
+    /// Watches the reads that workers wait for.
     overdue: Arc<Overdue>,
 }
 
@@ -51,20 +53,20 @@ pub struct Tier<'a> {
     pub name: &'static str,
     /// The store.
     pub store: &'a dyn DurableStore,
-    /// The same, if it may wait.
+    /// The store, if it may wait.
     pub slow: Option<&'a dyn SlowStore>,
 }
 
-/// How long a page of a slow store is waited for before operators are told. The wait goes on.
+/// Wait for a page of a slow store after which operators are told. The wait goes on.
 pub const DEADLINE: Duration = Duration::from_secs(5);
 
 impl SlowTier {
-    /// If the store does not return a page within [`DEADLINE`], that is an event.
+    /// A slow store with the deadline [`DEADLINE`].
     pub fn new(number: u8, name: &'static str, store: Arc<dyn SlowStore>) -> Self {
         Self::within(DEADLINE, number, name, store)
     }
 
-    /// The same with another deadline.
+    /// A slow store with another deadline.
     pub fn within(deadline: Duration, number: u8, name: &'static str, store: Arc<dyn SlowStore>) -> Self {
         let overdue = Arc::new(Overdue::new(store.clone(), name, deadline));
         Self { number, name, store, overdue }
@@ -79,11 +81,11 @@ pub struct Stores {
 }
 
 impl Stores {
-    /// These stores, in the order in which pages go to them. Evicted pages go to the first near one, pages that have
-    /// been far for long to the first slow one that takes them.
+    /// Stores in the order in which pages go to them. Evicted pages go to the first near one; pages that have been far
+    /// for long go to the first slow one that takes them.
     ///
     /// # Panics
-    /// If there is no near one, or two have the same number.
+    /// `near` is empty, or two stores have the same number.
     pub fn new(near: Vec<NearTier>, slow: Vec<SlowTier>) -> Self {
         assert!(!near.is_empty(), "evicted pages go nowhere");
         let stores = Self { near, slow };
@@ -92,24 +94,24 @@ impl Stores {
         stores
     }
 
-    /// Sets who is told when a store is overdue.
+    /// Sets the reporter of overdue reads.
     pub(crate) fn tell(&self, tell: &Tell) {
         self.slow.iter().for_each(|tier| tier.overdue.tell(tell));
     }
 
-    /// The RAM store alone.
+    /// The stores of a VM with a RAM store only.
     pub fn ram_only(store: Arc<dyn NearStore>) -> Self {
         Self::new(vec![NearTier { number: RAM_STORE, name: "RAM store", store }], Vec::new())
     }
 
-    /// The same with this one in the place of the one of its number.
+    /// Replaces the slow store of this number.
     #[must_use]
     pub fn with(mut self, tier: SlowTier) -> Self {
         self.slow.iter_mut().filter(|old| old.number == tier.number).for_each(|old| *old = tier.clone());
         self
     }
 
-    /// All of them, the near ones first.
+    /// All stores, the near ones first.
     pub fn tiers<'a>(&'a self) -> impl Iterator<Item = Tier<'a>> {
         let near = |tier: &'a NearTier| Tier { number: tier.number, name: tier.name, store: &*tier.store, slow: None };
         let slow = |tier: &'a SlowTier| Tier {
@@ -121,17 +123,17 @@ impl Stores {
         self.near.iter().map(near).chain(self.slow.iter().map(slow))
     }
 
-    /// Where evicted pages go.
+    /// The store of evicted pages.
     pub fn first(&self) -> &NearTier {
         &self.near[0]
     }
 
-    /// Those that return at once.
+    /// Stores that return at once.
     pub fn near(&self) -> &[NearTier] {
         &self.near
     }
 
-    /// Those that may wait.
+    /// Stores that may wait.
     pub fn slow(&self) -> &[SlowTier] {
         &self.slow
     }
@@ -150,22 +152,22 @@ impl Stores {
         self.slow.iter().find(|tier| tier.number == number)
     }
 
-    /// The page of this word, which is far, is about to be got: see [`SlowStore::begin`].
+    /// Begins to read the copy of a far page: see [`SlowStore::begin`].
     pub fn begin(&self, key: PageKey, word: Word, watch: OnReply<'_>) -> bool {
         self.get_slow(word.store()).is_some_and(|tier| tier.store.begin(key, word.handle(), watch))
     }
 
-    /// All of them, for reads in this context.
+    /// All stores, for reads in this context.
     pub const fn reads<'a>(&'a self, context: IoContext<'a>) -> Reads<'a> {
-        Reads { stores: self, context }
+        Reads { stores: self, context: Some(context) }
     }
 
-    /// Only stores that return at once, for reads of workers that must not wait.
-    pub const fn reads_near(&self) -> ReadsNear<'_> {
-        ReadsNear(self)
+    /// The near stores, for reads of workers that must not wait.
+    pub const fn reads_near(&self) -> Reads<'_> {
+        Reads { stores: self, context: None }
     }
 
-    /// Numbers of all other stores than the near ones, known or not: a page of one is not available at once.
+    /// Numbers of all stores that are not near, also unknown ones: their pages are not available at once.
     pub fn not_near(&self) -> StoreSet {
         self.near.iter().fold(StoreSet::ALL, |set, tier| set.without(tier.number))
     }
@@ -175,58 +177,47 @@ impl Stores {
 #[derive(Clone, Copy, Debug)]
 pub struct Reads<'a> {
     stores: &'a Stores,
-    context: IoContext<'a>,
+    /// `None`: only the near stores.
+    context: Option<IoContext<'a>>,
 }
 
 impl StoreOf for Reads<'_> {
     fn store_of(&self, word: Word) -> Option<Source<'_>> {
-        let context = self.context;
         if let Some(store) = self.stores.get_near(word.store()) {
-            return Some(Source { store, context, watch: None });
+            return Some(Source { store, context: self.context.unwrap_or(IoContext::GUEST), watch: None });
         }
+        let context = self.context?;
         let tier = self.stores.get_slow(word.store())?;
         Some(Source { store: &*tier.store, context, watch: Some(&*tier.overdue) })
     }
 }
 
-/// See [`Stores::reads_near`].
-#[derive(Clone, Copy, Debug)]
-pub struct ReadsNear<'a>(&'a Stores);
-
-impl StoreOf for ReadsNear<'_> {
-    fn store_of(&self, word: Word) -> Option<Source<'_>> {
-        let store = self.0.get_near(word.store())?;
-        Some(Source { store, context: IoContext::GUEST, watch: None })
-    }
-}
-
-/// A store that is opened beside everything else, because its disk may not respond. Until it is there, its pages wait,
-/// and nothing is lost.
+/// A store that is opened in the background, because its disk may not respond. Until it arrives, its pages wait.
 #[derive(Debug, Default)]
 pub struct LateStore {
     store: OnceLock<Arc<dyn SlowStore>>,
-    /// Pages that were freed before it was there.
+    /// Copies freed before the store arrived.
     freed: Mutex<Vec<(PageKey, Handle)>>,
     live: Mutex<Option<Vec<Handle>>>,
 }
 
 impl LateStore {
-    /// With no store yet.
+    /// A store that has not arrived.
     pub const fn new() -> Self {
         Self { store: OnceLock::new(), freed: Mutex::new(Vec::new()), live: Mutex::new(None) }
     }
 
-    /// The store is there. It contains all pages that the words named when this one was made.
+    /// The store has been opened. It has all copies that words named when this value was made.
     pub fn arrive(&self, store: Arc<dyn SlowStore>) {
         let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, handle) in std::mem::take(&mut *freed) {
             store.free(key, handle);
         }
-        // With the lock, so that no other thread notes anything more.
+        // Set under the lock, so that no other thread adds to the list any more.
         let _ = self.store.set(store);
     }
 
-    /// The pages that the words name in it, for a sweep before it arrives; none if the words were not read.
+    /// Handles that words name in it, for a sweep before it arrives; `None` if the words were not read.
     pub fn take_live(&self) -> Option<Vec<Handle>> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -282,7 +273,7 @@ impl Store for LateStore {
 }
 
 impl DurableStore for LateStore {
-    /// Before the store is there, these are for the code that opens it: see [`LateStore::take_live`].
+    /// Before the store arrives, the handles are kept for the code that opens it: see [`LateStore::take_live`].
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         if let Some(store) = self.store() {
             return store.recover(live);
@@ -302,7 +293,7 @@ impl SlowStore for LateStore {
         self.store().is_some_and(|store| store.is_untidy())
     }
 
-    /// Before the store is there it may be swept, for pages that words named when this one was made.
+    /// True before the store is open: its recovery may keep only the copies that words named when this value was made.
     fn must_recover(&self) -> bool {
         self.store().is_none_or(|store| store.must_recover())
     }

@@ -1,14 +1,14 @@
-//! A report as runs to take, in the order of the guest's.
+//! A guest's report, as runs of pages in the order of eviction.
 //!
 //! Before: a guest has reported the heat and the contents of its memory. After: the reclaim worker takes candidates
-//! from here, each run once a report.
-//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report, but once more if the agent
-//! takes it for the balloon later; proposed pages are in the file, Resident and unlocked, as with any other source.
+//! from here, each run once per report. Units: pages of regions.
+//! Promise: a bounded number of runs; no page twice in a report, except that pages taken for the balloon later are
+//! named again; proposed pages are in the file, Resident and unlocked, as with any other source.
 //!
-//! Within a level of heat the agent names free pages first, then those that are least likely to be accessed soon, of
-//! these the clean ones of files, which the guest could read again, then dirty ones, then programs' (Blowfish, section
-//! 4.4: *free memory first*). A free page is copied out like any other: only the guest says that its bytes are not
-//! needed, and that may change at any moment.
+//! Within a level of heat the agent names free pages first, then the pages least likely to be accessed soon: clean page
+//! cache, which the guest could read again, then dirty page cache, then programs' pages (Blowfish, section 4.4: *free
+//! memory first*). A free page is copied out like any other: only the guest says that its bytes are not needed, and
+//! that may change at any moment.
 
 use std::collections::BTreeMap;
 
@@ -21,47 +21,44 @@ use super::places::Places;
 
 /// Most runs of a report: twice as many as an agent sends.
 pub(crate) const MOST_RUNS: usize = 32 << 10;
-/// Queries of the file that one pick makes.
+/// Most queries of the file in one pick.
 const MOST_QUERIES: u64 = 4096;
-/// Pages that one pick examines, 1 GiB: some 10 ns each, in one piece of a thread that serves other VMs, too.
+/// Most pages that one pick examines: 1 GiB, at some 10 ns each, in one slice of a thread that serves other VMs, too.
 const MOST_EXAMINED: u64 = 1 << 18;
 
-/// A run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Hint {
     level: u8,
-    /// Its place in the report.
+    /// Index in the report.
     order: usize,
-    /// Memory of the guest's kernel: its agent does not see whether it is used.
+    /// Memory of the guest's kernel: the agent cannot see accesses to it.
     is_unseen: bool,
     region: u32,
     pages: PageRange,
-    /// The node of the guest for whose balloon the agent took it since the report.
+    /// The guest's node for whose balloon the agent took it after the report.
     held_of: Option<u32>,
 }
 
-/// Result of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
-    /// Pages that are cold, free ones included.
+    /// Cold pages, with free ones.
     pub cold: u64,
     /// Free pages among them.
     pub free: u64,
-    /// Pages that are not this guest's, were named twice, or lie where nothing is proved.
+    /// Pages that are not this guest's, were named twice, or are in no proved piece.
     pub rejected: u64,
 }
 
-/// Runs of a report that were not taken yet.
+/// Runs of a report that were not picked yet.
 #[derive(Debug, Default)]
 pub(crate) struct Hints {
-    /// The next one is the last element.
+    /// The last element is the next to be picked.
     runs: Vec<Hint>,
-    /// Pages that the agent named as taken since the report, by node.
+    /// By node, pages that the agent named as taken since the report.
     named: BTreeMap<u32, u64>,
 }
 
 impl Hints {
-    /// The runs of a report.
     pub fn new(report: Vec<Run>, places: &Places) -> (Self, Tally) {
         let mut tally = Tally::default();
         let mut report: Vec<(Run, usize)> = report.into_iter().zip(0..).collect();
@@ -88,9 +85,9 @@ impl Hints {
         (Self { runs, named: BTreeMap::new() }, tally)
     }
 
-    /// Adds pages that the agent took since the report, for the balloon of this node, which is to have `most`. They go
-    /// first. It can hold no more, nor more than there is, so what it names beyond that is ignored: each page named
-    /// costs a look. Returns whether any was added.
+    /// Adds pages that the agent took since the report for the balloon of this node, which is to have `most` pages;
+    /// they are picked first. Pages named beyond that number, or beyond the guest's size, are ignored, because each
+    /// named page costs an examination. Returns whether any was added.
     pub fn hold(&mut self, (node, most): (u32, u64), taken: Vec<Run>, places: &Places) -> bool {
         let taken = taken.into_iter().map(|run| Run { kind: Kind::Free, level: COLD, ..run });
         let held = Self::new(taken.collect(), places).0.runs;
@@ -109,14 +106,14 @@ impl Hints {
         self.runs.len() > before
     }
 
-    /// Forgets those of this node: the guest is to have some of them back.
+    /// Forgets the pages of this node's balloon: the guest is to get some of them back.
     pub fn forget_held(&mut self, node: u32) {
         self.runs.retain(|hint| hint.held_of != Some(node));
         self.named.remove(&node);
     }
 
-    /// Proposes up to about `want` pages, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones after
-    /// them. The next call continues there, also when none was proposed because too many had to be examined.
+    /// Proposes up to about `want` pages, the coldest first: only cold ones, or with [`Pick::Any`] warmer ones after
+    /// them. The next call continues there, also if this one proposed none because too many had to be examined.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick) -> Proposed {
         let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
         let mut proposed = Proposed::default();
@@ -136,18 +133,15 @@ impl Hints {
     }
 }
 
-/// Pages to evict.
 #[derive(Debug, Default)]
 pub(crate) struct Proposed {
-    /// Those of which the agent sees whether they are used.
     pub seen: Vec<ColdRun>,
-    /// Those of them that it says were not accessed.
+    /// Those of `seen` that it reported as cold.
     pub claimed: Vec<ColdRun>,
-    /// The others.
     pub unseen: Vec<ColdRun>,
 }
 
-/// What a pick may still do: pages to propose, pages to examine, queries of the file.
+/// What a pick may still do: propose, examine, query the file.
 struct Bounds {
     left: u64,
     examine: u64,
@@ -160,7 +154,7 @@ impl Bounds {
     }
 }
 
-/// Propose the pages of one run until a bound is reached. Returns what is left of it.
+/// Proposes pages of one run until a bound is reached. Returns the rest of the run.
 fn take(pages: &dyn Pages, hint: Hint, bounds: &mut Bounds, out: &mut Vec<ColdRun>) -> Option<Hint> {
     if hint.region >= pages.regions() {
         return None;
@@ -173,7 +167,7 @@ fn take(pages: &dyn Pages, hint: Hint, bounds: &mut Bounds, out: &mut Vec<ColdRu
         if bounds.are_reached() {
             return rest(at);
         }
-        // Most of what a guest reports for long is far: no question to the file about that.
+        // Most pages that a guest keeps reporting are far: those need no query of the file.
         if pages.age(hint.region, PageIdx(at)).is_none() {
             bounds.examine = bounds.examine.saturating_sub(granule);
             at += granule;
@@ -187,15 +181,15 @@ fn take(pages: &dyn Pages, hint: Hint, bounds: &mut Bounds, out: &mut Vec<ColdRu
                 return rest(page);
             }
             bounds.examine = bounds.examine.saturating_sub(granule);
-            // The credit that quarantine gave the page when it was in use counts more than the guest's report. A page
-            // that must go all the same is among the host's guesses.
+            // Rounds of protection after a quarantine hit count more than the guest's report. If such a page must go
+            // nevertheless, the host's own picks propose it.
             if is_candidate(pages, hint.region, PageIdx(page)) {
                 bounds.left = bounds.left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
             }
             page += granule;
         }
-        // Present pages may come in smaller pieces than requested.
+        // Present pages may come in smaller runs than the file has.
         at = run.end().0.max(at + 1).next_multiple_of(granule);
     }
     None
@@ -211,7 +205,7 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::RefCell;
 
-    /// One region; `None` is a page that is absent or not Resident.
+    /// One region; `None`: the page is absent or not Resident.
     struct Table(RefCell<Vec<Option<u8>>>, u64);
 
     impl Pages for Table {
@@ -259,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_agent_holds_goes_first_until_the_guest_is_to_have_it_back() {
+    fn the_agents_balloon_goes_first_until_the_guest_gets_it_back() {
         let (mut hints, _) = Hints::new(vec![run(100, 2, Kind::Free, COLD)], &places());
         let taken = |page| vec![run(page, 2, Kind::Anon, 9), run(page, 2, Kind::Anon, 9), run(1, 9, Kind::Free, COLD)];
         hints.hold((0, 8), taken(110), &places());
@@ -275,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_says_again_and_again_that_it_took_all_memory_names_no_more_than_it_is_to_hold() {
+    fn an_agent_that_keeps_naming_all_memory_adds_no_more_than_its_balloon() {
         let (mut hints, _) = Hints::new(Vec::new(), &places());
         let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
         let all = || vec![run(100, 9, Kind::Free, COLD), run(110, 9, Kind::Free, COLD)];
@@ -298,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cold_goes_first_in_the_order_of_the_report_and_what_is_warm_only_if_it_must() {
+    fn cold_pages_go_first_in_the_order_of_the_report_and_warm_ones_only_on_demand() {
         let report = vec![
             run(100, 4, Kind::Anon, 9),
             run(108, 4, Kind::Free, COLD),
@@ -316,20 +310,20 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_touched_in_quarantine_is_passed_over_whatever_the_guest_says() {
+    fn a_page_touched_in_quarantine_is_skipped_even_if_the_guest_calls_it_cold() {
         let (mut hints, _) = Hints::new(vec![run(100, 3, Kind::Anon, COLD)], &places());
         let table = Table(RefCell::new(vec![Some(0), Some(touched(0)), Some(0)]), 1);
         assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(0, 1), (2, 1)]);
     }
 
     #[test]
-    fn a_guest_that_reports_all_of_its_memory_as_one_run_has_a_bounded_part_of_it_examined_at_a_time() {
+    fn one_pick_examines_a_bounded_part_of_a_run_that_covers_all_memory() {
         let count = MOST_EXAMINED + 10;
         let range = GuestRange { address: 0, offset: Bytes(0), len: Bytes(count << 12) };
         let mut places = Places::new([(0, vec![range])].into_iter());
         places.prove(0);
         let (mut hints, _) = Hints::new(vec![run(0, count as u32, Kind::Anon, COLD)], &places);
-        // The last page alone was not touched in quarantine.
+        // Only the last page was not touched in quarantine.
         let mut ages = vec![Some(touched(0)); count as usize];
         ages[count as usize - 1] = Some(0);
         let table = Table(RefCell::new(ages), 1);
@@ -338,12 +332,12 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_runs_that_are_far_already_hides_none_that_is_not() {
+    fn runs_that_are_far_already_hide_no_page_that_is_not() {
         let count = 2 * MOST_QUERIES + 2;
         let range = GuestRange { address: 0, offset: Bytes(0), len: Bytes(count << 12) };
         let mut places = Places::new([(0, vec![range])].into_iter());
         places.prove(0);
-        // Every other page is a run of its own.
+        // Every other page is a run.
         let report = (0..count / 2).map(|number| run(2 * number, 1, Kind::Anon, COLD)).collect();
         let (mut hints, _) = Hints::new(report, &places);
         let mut ages = vec![None; count as usize];
@@ -352,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_paged_as_one_is_proposed_whole_or_not_at_all() {
+    fn a_granule_is_proposed_whole_or_not_at_all() {
         let (mut hints, _) = Hints::new(vec![run(101, 20, Kind::Anon, COLD)], &places());
         let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 8);
         assert_eq!(pick(&mut hints, &table, 99, Pick::Cold), [(8, 8)]);
@@ -360,7 +354,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_reported_no_page_is_proposed_twice_and_none_that_is_not_there(
+        fn no_report_makes_a_page_proposed_twice_or_while_it_is_absent(
             runs in vec((prop_oneof![0u64..300, Just(1u64 << 39)], 1u32..200, 0u8..16), 0..40),
             there in vec(proptest::option::of(any::<u8>()), PAGES as usize), wants in vec(0u64..50, 1..5),
         ) {

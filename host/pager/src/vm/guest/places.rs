@@ -1,8 +1,8 @@
-//! Guest-physical pages to pages of regions, and back, piece by piece.
+//! Translation between guest-physical pages and pages of regions, piece by piece.
 //!
 //! Before: the VMM stated the guest-physical addresses of each region. After: a page that the guest names is a page of
-//! a region, if the piece is proved: the host found its nonce in the page where the guest said it is.
-//! Units: pages of 4 KiB. Promise: a page in no proved piece is ignored; pieces do not overlap.
+//! a region, if its piece is proved: the host found its nonce in the page that the guest named. Units: pages of 4 KiB.
+//! Promise: a page in no proved piece is ignored; pieces do not overlap.
 
 use ballast_base::guest::GuestRange;
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
@@ -10,14 +10,13 @@ use ballast_handover::state_file::StateFile;
 use ballast_messages::Run;
 use ballast_messages::message::MAX_PIECES;
 
-/// A part of guest-physical memory that lies in one region.
+/// A range of guest-physical memory that lies in one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Piece {
-    /// The guest's first page.
     page: u64,
     count: u64,
     region: u32,
-    /// Its offset in the region.
+    /// First page in the region.
     first: PageIdx,
 }
 
@@ -27,7 +26,6 @@ impl Piece {
     }
 }
 
-/// All pieces of a VM.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Places {
     /// Ascending, each with whether it is proved.
@@ -35,14 +33,14 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// The pieces of the guest-physical addresses that the VMM stated.
+    /// The pieces that the VMM stated.
     pub fn of(state: &StateFile) -> Self {
         let records = state.regions();
         let known = (0..).zip(&records).filter(|(_, record)| !record.removed);
         Self::new(known.map(|(number, record)| (number, state.guest_ranges(number, record))))
     }
 
-    /// The pieces of these regions: number, and guest-physical ranges.
+    /// The pieces of these regions: region number and guest-physical ranges.
     pub fn new(regions: impl Iterator<Item = (u32, Vec<GuestRange>)>) -> Self {
         let pages = |bytes: u64| bytes / PAGE_SIZE as u64;
         let of_region = |(region, ranges): (u32, Vec<GuestRange>)| {
@@ -57,7 +55,7 @@ impl Places {
         all.sort_unstable();
         let mut pieces: Vec<(Piece, bool)> = Vec::new();
         for piece in all.into_iter().take(MAX_PIECES) {
-            // If two overlap, neither counts.
+            // Of two overlapping pieces, the later one is dropped.
             if pieces.last().is_none_or(|(last, _)| last.end() <= piece.page) {
                 pieces.push((piece, false));
             }
@@ -65,44 +63,43 @@ impl Places {
         Self { pieces }
     }
 
-    /// Keep the proofs of pieces that are unchanged.
+    /// Takes over the proofs of pieces that did not change.
     pub fn take_after(&mut self, last: &Self) {
         for (piece, proved) in &mut self.pieces {
             *proved = last.pieces.contains(&(*piece, true));
         }
     }
 
-    /// Pieces that are not proved.
+    /// Pieces without proof.
     pub fn unproved(&self) -> Vec<Run> {
         let open = self.pieces.iter().filter(|(_, proved)| !proved);
         open.map(|(piece, _)| Run::of(piece.page, u32::try_from(piece.count).unwrap_or(u32::MAX))).collect()
     }
 
-    /// How many pieces there are, and how many of them are proved.
+    /// Number of pieces, and of those that are proved.
     pub fn count(&self) -> (u32, u32) {
         (self.pieces.len() as u32, self.pieces.iter().filter(|(_, proved)| *proved).count() as u32)
     }
 
-    /// How many pages there are, proved or not.
+    /// Number of pages, proved or not.
     pub fn pages(&self) -> u64 {
         self.pieces.iter().map(|(piece, _)| piece.count).sum()
     }
 
-    /// The place of a page of the guest's, proved or not: the number of its piece, region and page.
+    /// The place of a guest-physical page, proved or not: index of its piece, region and page.
     pub fn expected(&self, page: u64) -> Option<(usize, u32, PageIdx)> {
         let at = self.pieces.partition_point(|(piece, _)| piece.page <= page).checked_sub(1)?;
         let (piece, _) = &self.pieces[at];
         (page < piece.end()).then(|| (at, piece.region, PageIdx(piece.first.0 + (page - piece.page))))
     }
 
-    /// This piece is proved.
     pub fn prove(&mut self, piece: usize) {
         if let Some((_, proved)) = self.pieces.get_mut(piece) {
             *proved = true;
         }
     }
 
-    /// The proved parts of a run: region and pages.
+    /// Proved parts of a run: region and pages.
     pub fn parts(&self, run: Run) -> impl Iterator<Item = (u32, PageRange)> + '_ {
         let from = self.pieces.partition_point(|(piece, _)| piece.end() <= run.page);
         let within = self.pieces[from..].iter().take_while(move |(piece, _)| piece.page < run.end());
@@ -113,7 +110,7 @@ impl Places {
         })
     }
 
-    /// The guest-physical page of this page; `None` if its piece is not proved.
+    /// The guest-physical page of a region's page; `None` if its piece is not proved.
     pub fn guest_page(&self, region: u32, page: PageIdx) -> Option<u64> {
         let has =
             |piece: &Piece| piece.region == region && (piece.first.0..piece.first.0 + piece.count).contains(&page.0);
@@ -139,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_proved_is_found_and_a_run_is_cut_at_the_ends_of_pieces() {
+    fn only_proved_pieces_are_found_and_a_run_is_cut_at_their_ends() {
         let mut places = pc();
         let parts = |places: &Places, run| places.parts(run).collect::<Vec<_>>();
         assert_eq!((parts(&places, Run::of(0, 3000)), places.count()), (Vec::new(), (3, 0)));
@@ -162,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn of_pieces_that_overlap_one_is_left() {
+    fn of_two_overlapping_pieces_one_is_left() {
         let places = Places::new([(0, vec![range(0, 0, 100)]), (1, vec![range(0, 50, 100)])].into_iter());
         assert_eq!(places.count(), (1, 0));
     }
 
     proptest! {
         #[test]
-        fn whatever_is_asked_for_lies_in_a_region_and_comes_back_as_the_same_page(
+        fn every_proved_part_lies_in_a_region_and_translates_back_to_the_same_page(
             runs in vec((0u64..1 << 40, 1u32..u32::MAX), 0..20), near in vec((0u64..2100, 1u32..2000), 0..20),
         ) {
             let mut places = pc();

@@ -1,8 +1,9 @@
-//! State shared by the worker of an agent, reclaim and the API.
+//! State that the worker of an agent, reclaim and the API share.
 //!
-//! Before: an agent reports. After: reclaim finds its hints, and the API its state; the agent is told which pages were
-//! restored.
-//! Threads: any; locks are held for a moment, that of the hints for one pick. Promise: no fault waits for any of it.
+//! Before: an agent reports. After: reclaim finds its hints, the API its state, and the agent's worker the restored
+//! pages to report.
+//! Threads: any; locks are held briefly, that of the hints for one pick.
+//! Promise: no fault waits for it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,15 +17,15 @@ pub use ballast_messages::message::{Node, TierUse, Tiering, TieringState};
 use super::hints::{Hints, Tally};
 use crate::run::pool::Notifier;
 
-/// Restored pages that wait to be told.
+/// Most restored pages that wait to be reported to the agent.
 const RESTORED: usize = 4096;
 
-/// The pages that were picked, estimated from samples: all but those that were not judged.
+/// Picked pages, estimated from samples that were judged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Picked {
-    /// Judged.
+    /// Pages judged.
     pub judged: u64,
-    /// Touched again within ten seconds.
+    /// Pages touched again within ten seconds.
     pub wrong: u64,
 }
 
@@ -34,50 +35,50 @@ pub enum State {
     /// The VMM has no port for one.
     #[default]
     NoPort,
-    /// There is a port, but no agent has replied on it for a while, or ever.
+    /// There is a port, but no agent has replied on it yet, or lately.
     Silent,
-    /// It is there and reports nothing.
+    /// An agent runs and reports nothing.
     Idle,
     /// Its reports are hints.
     Reporting,
-    /// Pages that it reported as cold were touched at once.
+    /// Its reports are ignored for a time, because pages that it reported as cold were touched at once.
     Ignored,
 }
 
-/// The agent's state for the API. Counters are of this engine.
+/// The agent's state for the API. Counters start with this engine.
 #[derive(Clone, Debug, Default)]
 pub struct Shown {
     /// See [`State`].
     pub state: State,
-    /// Version of the agent, and release of the guest's kernel.
+    /// Version of the agent.
     pub version: String,
     /// The release of the guest's kernel.
     pub kernel: String,
-    /// The last state of the guest.
+    /// Last regular message of the agent.
     pub tick: Tick,
-    /// The time of it.
+    /// Time of that message.
     pub heard: Option<Instant>,
-    /// Whole reports taken, and messages of any kind.
+    /// Complete reports.
     pub reports: u64,
     /// Messages of any kind.
     pub messages: u64,
-    /// Messages that were invalid, or exceeded the rate limit.
+    /// Messages that were invalid or exceeded the rate limit.
     pub rejected_messages: u64,
     /// Bytes that belonged to no message.
     pub garbage_bytes: u64,
-    /// Pages of reports that are not the guest's, named twice, or where nothing is proved.
+    /// Reported pages that are not the guest's, were named twice, or are in no proved piece.
     pub rejected_pages: u64,
-    /// Pages of the last report that are cold, and of these, free.
+    /// Cold pages of the last report.
     pub cold_pages: u64,
     /// Free pages among them.
     pub free_pages: u64,
-    /// Pages told to it that were restored.
+    /// Restored pages that the agent was told of.
     pub restored_pages: u64,
-    /// Parts of guest-physical memory, and those of them that are proved.
+    /// Pieces of guest-physical memory; those that are proved.
     pub pieces: (u32, u32),
-    /// Times that it was ignored because it lied.
+    /// Times that its reports began to be ignored.
     pub times_ignored: u64,
-    /// End of the time in which it is ignored.
+    /// End of the time in which its reports are ignored.
     pub ignored_until: Option<Instant>,
     /// A sample of the pages that were evicted because it reported them as cold.
     pub by_agent: Picked,
@@ -86,7 +87,6 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// A report was taken.
     pub(crate) fn reported(&mut self, tally: Tally) {
         self.reports += 1;
         // A guest may name 2^47 pages in each report.
@@ -95,22 +95,20 @@ impl Shown {
     }
 }
 
-/// Pages of each node of the guest that the agent is to hold. A guest's numbers of nodes are bounded (`guest`), so the
-/// maps are, too.
+/// By guest node, pages that the agent is to hold. Node numbers are bounded (`guest`), and the maps with them.
 #[derive(Debug, Default)]
 struct Balloon {
-    /// What an engine before this one asked for.
+    /// Set by an earlier engine.
     adopted: BTreeMap<u32, u64>,
-    /// Comes before that.
+    /// Overrides `adopted`.
     by_policy: BTreeMap<u32, u64>,
-    /// Comes before both.
+    /// Overrides both.
     by_operator: BTreeMap<u32, u64>,
 }
 
 /// The shared state of an agent's worker, reclaim and the API.
 #[derive(Debug, Default)]
 pub struct Told {
-    /// Notifies the worker.
     pub(crate) notifier: Notifier,
     hints: Mutex<Hints>,
     has_port: AtomicBool,
@@ -121,12 +119,10 @@ pub struct Told {
 }
 
 impl Told {
-    /// Does the VMM show its port?
     pub(crate) fn has_port(&self) -> bool {
         self.has_port.load(Ordering::Relaxed)
     }
 
-    /// Sets whether it does.
     pub(crate) fn set_port(&self, has_port: bool) {
         self.has_port.store(has_port, Ordering::Relaxed);
         if !has_port {
@@ -134,12 +130,12 @@ impl Told {
         }
     }
 
-    /// Are its reports hints now? Then the host need not track.
+    /// Returns whether its reports are used as hints, so that the host need not track accesses.
     pub fn is_reporting(&self) -> bool {
         self.is_reporting.load(Ordering::Acquire)
     }
 
-    /// Its reports are hints from now on, or not. Returns whether that was otherwise.
+    /// Sets whether its reports are used as hints. Returns whether that changed.
     pub(crate) fn set_reporting(&self, is_reporting: bool) -> bool {
         if !is_reporting {
             *self.hints() = Hints::default();
@@ -147,7 +143,6 @@ impl Told {
         self.is_reporting.swap(is_reporting, Ordering::AcqRel) != is_reporting
     }
 
-    /// The hints.
     pub(crate) fn hints(&self) -> MutexGuard<'_, Hints> {
         self.hints.lock().expect("no panic while held")
     }
@@ -161,7 +156,7 @@ impl Told {
         self.shown.lock().expect("no panic while held")
     }
 
-    /// Sets the samples of evicted pages, and the time until which the agent is ignored, if that is new.
+    /// Sets the samples of evicted pages, and the end of a new time in which the agent is ignored.
     pub(crate) fn judged(&self, (by_agent, by_host): (Picked, Picked), ignored_until: Option<Instant>) {
         let mut shown = self.show();
         (shown.by_agent, shown.by_host) = (by_agent, by_host);
@@ -173,35 +168,35 @@ impl Told {
         }
     }
 
-    /// Pages of each node of the guest that the agent is to hold. A node that was never named is in none.
+    /// By guest node, pages that the agent is to hold; without nodes that were never named.
     pub fn balloon(&self) -> BTreeMap<u32, u64> {
         let balloon = self.balloon.lock().expect("no panic while held");
         let all = [&balloon.adopted, &balloon.by_policy, &balloon.by_operator];
         all.into_iter().flatten().map(|(node, pages)| (*node, *pages)).collect()
     }
 
-    /// The agent is to hold this many pages of a node from now on, as far as the guest can spare them.
+    /// Sets, for an operator, the pages of a node that the agent is to hold, as far as the guest can spare them.
     pub fn set_balloon(&self, node: u32, pages: u64) {
         self.balloon.lock().expect("no panic while held").by_operator.insert(node, pages);
         self.notifier.notify();
     }
 
-    /// The same for a policy, which leaves nodes alone that an operator named.
+    /// Like [`Told::set_balloon`], for a policy. An operator's number for the node overrides it.
     pub fn set_policy_balloon(&self, node: u32, pages: u64) {
         self.balloon.lock().expect("no panic while held").by_policy.insert(node, pages);
     }
 
-    /// No policy decides any more: what one asked for is given back.
+    /// No policy decides any more: returns to the guest what a policy asked for.
     pub fn end_policy_balloon(&self) {
         self.balloon.lock().expect("no panic while held").by_policy.values_mut().for_each(|pages| *pages = 0);
     }
 
-    /// An agent holds pages that an engine before this one asked for: it goes on, unless something else was said.
+    /// An agent holds pages that an earlier engine asked for: it keeps them until this engine sets another number.
     pub(crate) fn adopt_balloon(&self, node: u32, pages: u64) {
         self.balloon.lock().expect("no panic while held").adopted.entry(node).or_insert(pages);
     }
 
-    /// A page was restored that an agent should know of.
+    /// Queues a restored page for the agent.
     pub(crate) fn restored(&self, place: (u32, PageIdx)) {
         let mut restored = self.restored.lock().expect("no panic while held");
         if restored.len() < RESTORED {
@@ -209,7 +204,7 @@ impl Told {
         }
     }
 
-    /// Pages restored since the last call.
+    /// Takes the pages restored since the last call.
     pub(crate) fn take_restored(&self) -> Vec<(u32, PageIdx)> {
         std::mem::take(&mut *self.restored.lock().expect("no panic while held")).into()
     }

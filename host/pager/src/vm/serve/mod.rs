@@ -1,8 +1,9 @@
-//! What serving a fault needs, whichever worker does it.
+//! Serving a fault, whichever worker does it.
 //!
 //! Before: a worker has a fault. After: `resolve` has moved its page and woken its thread, `throttle` has charged it,
-//! `stall` and `stages` have counted its time. `readahead` knows which faults are in order. Threads: fault and slow
-//! workers. Promise: nothing here waits for another worker.
+//! `stall` and `stages` have counted its time. `readahead` knows which faults are sequential.
+//! Threads: fault and slow workers.
+//! Promise: nothing here waits for another worker.
 
 pub mod readahead;
 pub(crate) mod resolve;

@@ -1,60 +1,59 @@
-//! Sequential readahead: finds threads that touch one page after the other, and decides how far ahead to bring pages.
+//! Sequential readahead: finds threads that touch pages in order, and decides how many pages to bring in ahead of them.
 //!
 //! Before: a fault on a page that is far, zero, in quarantine, or was never touched (below: *out*). After: the pages
-//! ahead of it that are brought before its thread goes on.
-//! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
-//! wrong guess costs time and space, never bytes.
+//! ahead of it that are brought in before its thread continues.
+//! Threads: each fault worker has its own. Units: pages of a region.
+//! Promise: it reads no page and never waits; a wrong guess costs time and space, never bytes.
 //!
-//! A stream begins with the third fault in order, each on the next page that is out after the pages that came last.
-//! That fault brings two more pages, the next fault four, and so on. (With the second fault it began for each value
-//! that lies across two pages, as a quarter of all values of 1 KiB do in jemalloc: Redis under a limit restored 500 to
-//! 1,600 pages a second that it did not want.) Each page of a stream would be a fault of its own, which costs two
-//! thread switches; a page that comes with another one costs only its decompression. It is also in time: where CPUs are
-//! short, a worker of its own is too late.
+//! A stream begins with the third fault in order, each on the next page that is out. That fault brings in two more
+//! pages, the next one four, and so on. (With the second fault, a stream began at each value that lies across two
+//! pages, as a quarter of all values of 1 KiB do in jemalloc: Redis under a limit then restored 500 to 1,600 pages a
+//! second that it did not touch.) Each page of a stream would be a fault, which costs two context switches; a page that
+//! comes with another one costs only its decompression. It also comes in time: where CPUs are short, a separate thread
+//! would be late.
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
-/// Faults in order that begin a stream.
+/// Number of faults in order at which a stream begins.
 const IN_ORDER: u64 = 3;
-/// Streams that each fault worker follows at a time.
+/// Streams that each fault worker follows.
 const STREAMS: usize = 8;
-/// Most pages that come with another one: 16 of them take some 35 us.
+/// Most pages that come with a fault: 16 take some 35 us.
 pub const MOST: u64 = 16;
-/// The least of a stream.
+/// Fewest pages that come with a fault of a stream.
 const LEAST: u64 = 2;
-/// Most and least pages ahead in a slow store, 512 and 64 KiB: there a request takes longer than the pages in it.
+/// Most and fewest pages ahead in a slow store, 512 and 64 KiB: a request there takes longer than the transfer of its
+/// pages.
 const MOST_SLOW: u64 = 128;
 const LEAST_SLOW: u64 = 16;
-/// How far ahead of the last page the next far one is searched, in pages.
+/// Range in which the next far page is searched for, in pages.
 const REACH: u64 = 64;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     region: u32,
-    /// Page of the last fault.
     page: u64,
-    /// The page after the last restored one.
+    /// The page after the last one brought in.
     next: u64,
-    /// Faults in order.
     faults: u64,
     /// Pages that came with the last fault.
     ahead: u64,
-    /// When it was met last, counted in faults.
+    /// Number of the last fault of this stream.
     met: u64,
 }
 
 impl Stream {
-    /// Is this page the next far one, at most `reach` pages ahead?
+    /// Returns whether this page is the next far one, at most `reach` pages ahead.
     fn leads_to(&self, region: u32, page: u64, reach: u64, is_far: impl Fn(u64) -> bool) -> bool {
         self.met > 0
             && self.region == region
-            // Also a page that was requested and has not come yet.
+            // Includes pages that were requested and have not arrived.
             && (self.page + 1..=self.next + reach).contains(&page)
             && !(self.next..page).any(is_far)
     }
 }
 
-/// The order in which far pages are touched, as one fault worker sees it, or all slow workers of a VM.
+/// Streams of faults, as one fault worker sees them, or all slow workers of a VM.
 #[derive(Debug)]
 pub struct Readahead {
     streams: [Stream; STREAMS],
@@ -70,18 +69,18 @@ impl Default for Readahead {
 }
 
 impl Readahead {
-    /// The same for pages of slow stores.
+    /// Streams of pages in slow stores.
     pub fn slow() -> Self {
         Self { least: LEAST_SLOW, most: MOST_SLOW, ..Self::default() }
     }
 
-    /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and the
-    /// range to take them from.
+    /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and from
+    /// which range.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, PageRange) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
         let reach = REACH.max(self.most);
         let range = PageRange::of(PageIdx(page + 1), reach).before(PageIdx(unit_end.min(pages)));
-        // The same fault again, because its page was not available.
+        // The same fault, retried because its page was not available.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
             return (0, range);
@@ -106,9 +105,9 @@ impl Readahead {
         (ahead, range)
     }
 
-    /// A fault on this page, which is in a slow store. If its thread reads in order, returns the pages after it to read
-    /// together with it, and those that were not requested yet, of which the first may be among the former. Some of
-    /// either may be there already, or under way. So no page is requested that is further ahead than [`MOST_SLOW`].
+    /// A fault on this page of a slow store. If its thread reads in order, returns the pages to read together with it,
+    /// and the pages that were not requested yet, which may begin among the former. Some pages of both may be present
+    /// or under way already. No page is requested that is more than [`MOST_SLOW`] pages ahead.
     pub fn request(
         &mut self,
         region: u32,
@@ -125,13 +124,13 @@ impl Readahead {
         Some((PageRange::new(PageIdx(page + 1), PageIdx(half)), PageRange::new(PageIdx(unrequested), PageIdx(end))))
     }
 
-    /// Does a fault on this far page continue a stream?
+    /// Returns whether a fault on this far page continues a stream.
     pub fn is_in_order(&self, region: u32, page: u64, is_far: impl Fn(u64) -> bool) -> bool {
         let reach = REACH.max(self.most);
         self.streams.iter().any(|stream| stream.leads_to(region, page, reach, &is_far))
     }
 
-    /// The pages that came with the last fault end before this page.
+    /// The pages that came with the last fault end before `end`.
     pub fn came(&mut self, end: u64) {
         if let Some(last) = self.streams.iter_mut().find(|stream| stream.met == self.faults) {
             last.next = last.next.max(end);
@@ -145,8 +144,7 @@ mod tests {
 
     const PAGES: u64 = 4096;
 
-    /// Touch these pages, of which some are far. Returns the number of faults, and of pages that were restored without
-    /// need.
+    /// Touches these pages, of which some are far. Returns the number of faults, and of pages restored and not touched.
     fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
         let (mut streams, mut faults) = (Readahead::default(), 0);
         let mut early = vec![false; far.len()];
@@ -171,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_goes_through_far_memory_faults_once_in_seventeen_pages() {
+    fn a_thread_that_reads_far_memory_in_order_faults_once_in_seventeen_pages() {
         let mut far = vec![true; PAGES as usize];
         let (faults, early) = touch(&mut far, 0..PAGES);
         assert!(faults < PAGES / 16 + PAGES / 512 + 8, "{faults}");
@@ -179,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_that_is_tried_again_neither_ends_its_stream_nor_brings_more() {
+    fn a_retried_fault_neither_ends_its_stream_nor_brings_in_more() {
         let mut streams = Readahead::default();
         for page in 0..4 {
             let _ = streams.fault(0, page, PAGES, |_| true);
@@ -210,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn no_page_is_requested_twice_or_too_far_ahead_however_slowly_the_store_returns_them() {
-        // A reader that faults on every page, on every other one of them before its request is served.
+    fn no_page_is_requested_twice_or_too_far_ahead_even_from_a_slow_store() {
+        // A reader that faults on every page, and on every other one before its request is served.
         let (mut streams, mut requested) = (Readahead::slow(), 0);
         for page in 0..1000 {
             let Some((with, more)) = streams.request(0, page, PAGES, |_| true) else { continue };
@@ -221,13 +219,13 @@ mod tests {
             requested = requested.max(more.end().0);
         }
         let mut streams = Readahead::slow();
-        // Every page once, far from the one before.
+        // Every page once, each far from the last one.
         let hops = (0..PAGES).map(|at| at * 2531 % PAGES);
         assert!(hops.into_iter().all(|page| streams.request(0, page, PAGES, |_| true).is_none()));
     }
 
     #[test]
-    fn a_touch_in_no_order_continues_no_stream_though_one_ended_shortly_before_it() {
+    fn a_random_touch_continues_no_stream_that_ended_shortly_before() {
         let mut streams = Readahead::slow();
         (0..PAGES)
             .map(|at| at * 2531 % PAGES)
@@ -235,13 +233,13 @@ mod tests {
             .for_each(|page| assert!(streams.request(0, page, PAGES, |_| true).is_none()));
         let in_order = (0..PAGES).filter(|page| streams.is_in_order(0, *page, |_| true)).count();
         assert!(in_order <= STREAMS, "{in_order} pages");
-        // Nothing is left far between the end of each stream and these.
+        // No page is far between the end of each stream and these pages.
         let all_near = (0..PAGES).filter(|page| streams.is_in_order(0, *page, |_| false)).count();
         assert!(all_near > STREAMS * 64, "{all_near} pages");
     }
 
     #[test]
-    fn pages_that_are_there_do_not_end_a_stream() {
+    fn present_pages_do_not_end_a_stream() {
         let mut far: Vec<bool> = (0..PAGES).map(|page| page % 7 == 0).collect();
         let (faults, _) = touch(&mut far, 0..PAGES);
         assert!(faults < PAGES / 7 / 5, "{faults} of {}", PAGES / 7);
@@ -255,15 +253,15 @@ mod tests {
     }
 
     #[test]
-    fn touches_in_no_order_bring_next_to_nothing_that_was_not_asked_for() {
+    fn random_touches_bring_in_next_to_no_other_page() {
         let mut far = vec![true; PAGES as usize];
-        // Every page once, far from the one before.
+        // Every page once, each far from the last one.
         let (faults, _) = touch(&mut far, (0..PAGES).map(|at| at * 2531 % PAGES));
         assert!(faults > PAGES * 9 / 10, "{faults}");
     }
 
     #[test]
-    fn going_backwards_or_with_gaps_that_are_far_is_no_stream() {
+    fn touches_in_descending_order_or_across_far_gaps_are_no_stream() {
         let mut far = vec![true; PAGES as usize];
         assert_eq!(touch(&mut far, (0..PAGES).rev()), (PAGES, 0));
         let mut far = vec![true; PAGES as usize];

@@ -1,8 +1,8 @@
-//! Stages: where the time of a restore goes: for 1 restore in [`EVERY`] from RAM, and for all from a disk or a network.
+//! Stages of a restore: times 1 of [`EVERY`] restores from RAM, and all from a disk or a network.
 //!
-//! Before: a worker is about to serve a fault. After: four histograms in `stats`, which operators and the bench see.
-//! Threads: each fault worker has its own [`Sampler`]. Units: nanoseconds inside.
-//! Promise: an untimed fault costs one addition and a few comparisons, a timed one some 100 ns.
+//! Before: a worker is about to serve a fault. After: `stats` has four histograms, for operators and the bench.
+//! Threads: each fault worker has its own [`Sampler`]. Units: nanoseconds.
+//! Promise: a fault that is not timed costs an addition and a few comparisons, a timed one some 100 ns.
 //!
 //! ```text
 //! read ── queue ──► taken up ── lookup ──► word found ── read ──► bytes there ── install ──► guest woken
@@ -21,7 +21,7 @@ use ballast_page::copies::{Source, StoreOf};
 use ballast_page::memory::Mapped;
 use ballast_page::page_state::Word;
 
-/// 1 restore in this number is timed: reading the clock takes longer than counting.
+/// 1 of this number of faults is timed, because reading the clock takes longer than counting.
 const EVERY: u32 = 8;
 
 /// Decides which faults are timed.
@@ -31,14 +31,14 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Takes a fault up: reads the clock, or not this time.
+    /// Begins to serve a fault, and reads the clock if it is to be timed.
     pub fn start(&mut self) -> Times {
         self.faults = self.faults.wrapping_add(1);
         if self.faults.is_multiple_of(EVERY) { Times::start() } else { Times::default() }
     }
 }
 
-/// When one fault passed from stage to stage; empty if it is not timed.
+/// The times at which one fault passed its stages; empty if it is not timed.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
     taken_up: Option<Instant>,
@@ -47,22 +47,22 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Reads the clock in any case.
+    /// Times a fault in any case.
     pub fn start() -> Self {
         Self { taken_up: Some(Instant::now()), ..Self::default() }
     }
 
-    /// A fault whose page was asked for at this time.
+    /// Times a fault whose page was requested at `at`.
     pub fn begun(at: Instant) -> Self {
         Self { taken_up: Some(at), found: Cell::new(Some(at)), fetched: Cell::default() }
     }
 
-    /// The stores, as the fault sees them: the first look-up ends the stage.
+    /// Wraps the stores: the first look-up ends the stage *lookup*.
     pub fn stores<'a, S>(&'a self, stores: &'a S) -> TimedStores<'a, S> {
         TimedStores { stores, times: self }
     }
 
-    /// The guest's memory, as the fault sees it: an install begins when the bytes are there.
+    /// Wraps the guest's memory: an install ends the stage *read*.
     pub fn memory<'a, M>(&'a self, memory: &'a M) -> TimedMemory<'a, M> {
         TimedMemory { memory, times: self }
     }
@@ -73,7 +73,7 @@ impl Times {
         }
     }
 
-    /// The fault, read at `since`, was a restore and is done.
+    /// Records the stages of a fault that was read at `since`, if it was a restore.
     pub fn restored(&self, stats: Stats<'_>, since: Instant) {
         if let (Some(taken_up), Some(found), Some(fetched)) = (self.taken_up, self.found.get(), self.fetched.get()) {
             let times = [since, taken_up, found, fetched, Instant::now()];
@@ -85,7 +85,6 @@ impl Times {
     }
 }
 
-/// See [`Times::stores`].
 pub(crate) struct TimedStores<'a, S> {
     stores: &'a S,
     times: &'a Times,
@@ -98,7 +97,6 @@ impl<S: StoreOf> StoreOf for TimedStores<'_, S> {
     }
 }
 
-/// See [`Times::memory`].
 pub(crate) struct TimedMemory<'a, M> {
     memory: &'a M,
     times: &'a Times,

@@ -1,10 +1,10 @@
-//! Faults that are read and not served yet, and the time that guest threads wait for them.
+//! Pending faults, and the time for which guest threads wait for them.
 //!
-//! Before: a fault worker read faults. After: the stall counters say how long some, and all, of the VM's threads
-//! waited.
+//! Before: a fault worker read faults. After: the stall counters have the time for which some, and all, of the VM's
+//! threads waited.
 //! Threads: all fault workers of a view, and the slow workers, share one clock. Units: nanoseconds.
-//! Promise: the time runs from the read of a fault to its resolution. User space cannot see how long a fault waited
-//! before it was read, so that is not counted.
+//! Promise: the time runs from the read of a fault to its resolution. The wait before the read cannot be seen from user
+//! space, and is not counted.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -14,16 +14,16 @@ use ballast_sys::uffd::Fault;
 
 use crate::vm::stats::{Counter, Stats};
 
-/// A fault that was read and not served yet.
+/// A fault that was read and is not served yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PendingFault {
     pub fault: Fault,
     pub since: Instant,
-    /// The fault throttle keeps it waiting.
+    /// The fault throttle delays it.
     pub throttled: bool,
-    /// Since when its page is on its way from a disk or a network, and no slow worker has the fault.
+    /// Since when its page is being read from a disk or a network without a slow worker.
     pub begun: Option<Instant>,
-    /// A slow worker has waited for its page, which did not come.
+    /// A slow worker has waited for its page in vain.
     pub is_late: bool,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Stall(Mutex<Waiters>);
 
 #[derive(Debug)]
 pub(crate) struct Waiters {
-    /// Threads that ever faulted here: the base of "all"; and the last one.
+    /// Threads that ever faulted here, which are "all"; the last one of them.
     threads: HashSet<u32>,
     last: u32,
     since: Instant,
@@ -43,10 +43,9 @@ pub(crate) struct Waiters {
 }
 
 impl Waiters {
-    /// Most threads remembered; a VMM that churns threads only loses "full".
+    /// Most threads remembered; in a VMM that keeps replacing threads, only "full" becomes wrong.
     const MAX_THREADS: usize = 4096;
 
-    /// Remember threads that faulted.
     pub fn add_threads(&mut self, threads: impl Iterator<Item = u32>) {
         for thread in threads {
             if thread != self.last && self.threads.len() < Self::MAX_THREADS {
@@ -58,7 +57,6 @@ impl Waiters {
 }
 
 impl Stall {
-    /// For a view with this many fault workers.
     pub fn new(workers: usize) -> Self {
         Self(Mutex::new(Waiters {
             threads: HashSet::new(),
@@ -69,12 +67,12 @@ impl Stall {
         }))
     }
 
-    /// How many faults wait for the slow workers.
+    /// Number of faults that wait for slow workers.
     pub fn on_disk(&self) -> usize {
         self.0.lock().expect("no panic while held").slow
     }
 
-    /// Counts the time from the last change to `now`, then changes who waits.
+    /// Adds the time from the last change to `now`, then applies the change.
     pub fn update(&self, stats: Stats<'_>, now: Instant, change: impl FnOnce(&mut Waiters)) {
         let mut waiters = self.0.lock().expect("no panic while held");
         let elapsed = now.saturating_duration_since(waiters.since).as_nanos() as u64;
@@ -85,7 +83,7 @@ impl Stall {
                 stats.add(Counter::StallFullNs, elapsed);
             }
         }
-        // Another worker may have been here after `now` was read.
+        // Another worker may have come here after `now` was read.
         waiters.since = waiters.since.max(now);
         change(&mut waiters);
     }

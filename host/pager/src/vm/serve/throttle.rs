@@ -1,26 +1,26 @@
-//! The fault throttle: makes faults feel the VM's limit. Pages come in as fast as pages go out.
+//! The fault throttle: in a VM at its limit, pages come in no faster than pages go out.
 //!
-//! Before: the reclaim worker measured how much the VM holds. After: fault workers let missing pages in while there are
+//! Before: the reclaim worker measured how much the VM holds. After: fault workers bring pages in while there are
 //! credits. Below the *ceiling*, a margin above the limit, there are credits for as many pages as fit, and each page
-//! that goes out gives one more. Above it two pages that go out give one. Quarantine hits need no credits. Nor does any
-//! fault where reclaim cannot work, nor one that has waited for [`MOST_WAIT`].
+//! that goes out adds one. Above the ceiling, two pages must go out for one credit. Quarantine hits need no credits,
+//! nor does a fault that has waited for [`MOST_WAIT`], nor any fault where reclaim cannot work.
 //! Threads: the reclaim worker sets credits and adds pages that went out; fault workers check credits and subtract
-//! pages that came in. Plain atomics suffice: an error by a race is harmless, and ends when the credits are set again.
-//! Units: pages.
+//! pages that came in. Relaxed atomics suffice: a race makes a harmless error, which ends when the credits are set
+//! again. Units: pages.
 //! Promise: no fault waits here for longer than [`MOST_WAIT`], even if the reclaim worker dies; a userfaultfd whose
-//! faults all wait for credits is left alone until pages have gone out.
+//! faults all wait for credits is not visited until pages have gone out.
 //!
-//! Without it a guest brings its pages back as fast as reclaim takes them, and a limit has no effect. The kernel's own
-//! way is harsher: a thread that needs a page in a full memory cgroup first swaps out others itself.
+//! Without the throttle, a guest restores its pages as fast as reclaim evicts them, and a limit has no effect. The
+//! kernel is harsher: a thread that needs a page in a full memory cgroup swaps out others itself.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
-/// Most time that a fault waits for credits.
+/// Longest wait of a fault for credits.
 pub const MOST_WAIT: Duration = Duration::from_millis(100);
 
-/// Pages that must go out for each that comes in, above the ceiling: with 1 a VM would never come down from there.
+/// Above the ceiling, pages that must go out for each that comes in: with 1, a VM would never come down.
 pub(crate) const PRICE: i64 = 2;
 
 /// The throttle of one VM; open at first.
@@ -30,17 +30,15 @@ pub struct Throttle {
     is_over: AtomicBool,
     /// Pages that may come in, times [`PRICE`].
     credits: AtomicI64,
-    /// The margin: how far the ceiling is above the limit.
-    margin: AtomicI64,
-    /// The throttle held a fault back.
+    /// A fault was delayed.
     was_short: AtomicBool,
-    /// Those that may wait.
+    /// Userfaultfds whose faults may wait.
     waiters: RwLock<Vec<Arc<Waiter>>>,
     is_waited_for: AtomicBool,
 }
 
-/// The faults of a userfaultfd, while all of them wait for credits. No worker visits them meanwhile: when workers
-/// looked every 50 us, two hundred of them took the CPUs from the reclaim that they all waited for.
+/// A userfaultfd. While all of its faults wait for credits, no worker visits it: when workers looked every 50 us, two
+/// hundred of them took the CPUs from the reclaim that they waited for.
 pub struct Waiter {
     notify: Box<dyn Fn() + Send + Sync>,
     waits: AtomicBool,
@@ -53,41 +51,41 @@ impl std::fmt::Debug for Waiter {
 }
 
 impl Waiter {
-    /// The faults are visited again.
+    /// The userfaultfd is visited again.
     pub fn ends(&self) {
         self.waits.store(false, Ordering::Release);
     }
 }
 
 impl Throttle {
-    /// Lets everything in.
+    /// Admits all faults.
     pub fn open(&self) {
         self.is_limited.store(false, Ordering::Release);
         self.wake();
     }
 
-    /// Registers a waiter, for as long as the caller keeps it. `notify` is called from any thread and must return soon.
+    /// Registers a waiter, which stays as long as the caller keeps it. `notify` is called from any thread and must not
+    /// wait.
     pub fn waiter(&self, notify: impl Fn() + Send + Sync + 'static) -> Arc<Waiter> {
         let waiter = Arc::new(Waiter { notify: Box::new(notify), waits: AtomicBool::new(false) });
         let mut waiters = self.waiters.write().expect("no panic while held");
-        // Only this list keeps those of processes that are gone.
+        // Drops the waiters of processes that have ended: only this list has them.
         waiters.retain(|waiter| Arc::strong_count(waiter) > 1);
         waiters.push(waiter.clone());
         waiter
     }
 
-    /// From now on this waiter is notified when there are credits, unless this many pages may come in already. Returns
-    /// whether to wait.
+    /// Has this waiter notified when there are credits, unless `pages` are admitted already. Returns whether it is to
+    /// wait.
     pub fn begin_wait(&self, waiter: &Waiter, pages: u64) -> bool {
         waiter.waits.store(true, Ordering::SeqCst);
         self.is_waited_for.store(true, Ordering::SeqCst);
-        // The thread that adds credits looks here afterwards; this thread does both in the opposite order. So one of
-        // the two sees the other.
+        // This thread sets the flag and then reads credits; a thread that adds credits does both in the opposite order.
+        // So one of the two sees the other (store buffering).
         fence(Ordering::SeqCst);
         self.credits().is_some_and(|credits| credits < pages)
     }
 
-    /// There are credits.
     fn wake(&self) {
         fence(Ordering::SeqCst);
         if !self.is_waited_for.load(Ordering::SeqCst) || !self.is_waited_for.swap(false, Ordering::SeqCst) {
@@ -100,17 +98,16 @@ impl Throttle {
         }
     }
 
-    /// The VM holds this many pages now; its limit, and how far above that the ceiling is.
+    /// Sets credits: `resident` pages are held now, and the ceiling is `margin` above the limit.
     pub fn set(&self, resident: u64, limit: u64, margin: u64) {
         let ceiling = limit + margin;
-        self.margin.store(margin as i64, Ordering::Relaxed);
         self.is_over.store(resident > ceiling, Ordering::Relaxed);
         self.credits.store(PRICE * ceiling.saturating_sub(resident) as i64, Ordering::Relaxed);
         self.is_limited.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// This many pages went out.
+    /// Adds the credits of pages that went out.
     pub fn evicted(&self, pages: u64) {
         let worth = if self.is_over.load(Ordering::Relaxed) { 1 } else { PRICE };
         self.credits.fetch_add(worth * pages as i64, Ordering::Relaxed);
@@ -119,12 +116,12 @@ impl Throttle {
         }
     }
 
-    /// This many pages came in.
+    /// Subtracts pages that came in.
     pub fn charge(&self, pages: u64) {
         self.credits.fetch_sub(PRICE * pages as i64, Ordering::Relaxed);
     }
 
-    /// Returns whether this many pages may come in for a fault that has waited this long.
+    /// Returns whether a fault that has waited this long may bring this many pages in.
     pub fn admits(&self, pages: u64, waited: impl FnOnce() -> Duration) -> bool {
         let admits = self.credits().is_none_or(|credits| credits >= pages) || waited() >= MOST_WAIT;
         if !admits {
@@ -133,30 +130,13 @@ impl Throttle {
         admits
     }
 
-    /// How many pages faults may bring in now. `None` if the VM has no limit that faults feel.
+    /// Pages that faults may bring in now. `None` if the VM has no limit that faults feel.
     pub fn credits(&self) -> Option<u64> {
         let credits = || (self.credits.load(Ordering::Relaxed) / PRICE).max(0) as u64;
         self.is_limited.load(Ordering::Acquire).then(credits)
     }
 
-    /// How many pages may be prefetched: up to the limit. `None` if the VM has no limit that faults feel.
-    pub fn spare(&self) -> Option<i64> {
-        let spare = || self.credits.load(Ordering::Relaxed) / PRICE - self.margin.load(Ordering::Relaxed);
-        self.is_limited.load(Ordering::Acquire).then(spare)
-    }
-
-    /// Returns whether the VM is near its limit, so that a page that comes in drives out another.
-    pub fn is_tight(&self) -> bool {
-        let near = || self.credits.load(Ordering::Relaxed) < 2 * PRICE * self.margin.load(Ordering::Relaxed);
-        self.is_limited.load(Ordering::Acquire) && near()
-    }
-
-    /// Returns whether the throttle held a fault back since the last call of [`was_short`](Self::was_short).
-    pub fn is_short(&self) -> bool {
-        self.was_short.load(Ordering::Relaxed)
-    }
-
-    /// Returns whether the throttle held a fault back since the last call.
+    /// Returns whether a fault was delayed since the last call.
     pub fn was_short(&self) -> bool {
         self.was_short.swap(false, Ordering::Relaxed)
     }
@@ -171,17 +151,12 @@ mod tests {
     }
 
     #[test]
-    fn below_the_ceiling_pages_come_in_until_there_are_no_credits_and_then_one_for_each_that_goes() {
+    fn below_the_ceiling_pages_come_in_by_credits_and_then_one_for_each_eviction() {
         let throttle = Throttle::default();
-        assert!(throttle.admits(512, now) && throttle.spare().is_none() && !throttle.is_tight(), "open at first");
+        assert!(throttle.admits(512, now), "open at first");
         assert_eq!(throttle.credits(), None);
-        throttle.set(91, 96, 4);
-        assert!(!throttle.is_tight());
-        throttle.set(93, 96, 4);
-        assert!(throttle.is_tight(), "less than the margin below the limit");
         throttle.set(90, 96, 4);
         assert!(throttle.admits(10, now) && !throttle.was_short() && throttle.credits() == Some(10));
-        assert_eq!(throttle.spare(), Some(6), "not above the limit");
         assert!(!throttle.admits(11, now) && throttle.was_short() && !throttle.was_short());
         throttle.charge(10);
         assert!(!throttle.admits(1, now));
@@ -194,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_credits_is_told_when_there_are_some_and_not_made_to_wait_when_there_are() {
+    fn a_waiter_is_notified_when_there_are_credits_and_does_not_wait_if_there_are_some() {
         let throttle = Throttle::default();
         let (say, hear) = std::sync::mpsc::channel();
         let waiter = throttle.waiter(move || say.send(()).expect("heard"));
@@ -222,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn above_the_ceiling_a_page_comes_in_for_two_that_went_or_after_a_long_wait() {
+    fn above_the_ceiling_a_page_comes_in_for_two_evictions_or_after_a_long_wait() {
         let throttle = Throttle::default();
         throttle.set(0, 900, 100);
         throttle.set(200, 90, 10);

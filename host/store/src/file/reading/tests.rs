@@ -1,4 +1,4 @@
-//! See `reading`.
+//! Tests of late and kept reads.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ fn disk() -> Disk {
 }
 
 #[test]
-fn what_is_kept_is_dropped_though_nobody_reads_the_store_again() {
+fn kept_bytes_are_dropped_though_nobody_reads_the_store_again() {
     let (reading, disk) = (Reading::default(), disk());
     let keep = |asked: Instant| {
         let state = State::Kept(Buffer::new(PAGE_SIZE).expect("memory"));
@@ -34,7 +34,7 @@ fn what_is_kept_is_dropped_though_nobody_reads_the_store_again() {
 }
 
 #[test]
-fn late_reads_of_all_stores_are_counted_also_of_closed_ones_and_many_leave_some_to_each_store() {
+fn late_reads_of_all_stores_are_counted_and_many_leave_some_to_each_store() {
     if let Err(error) = Ring::for_any_thread(1) {
         return skip("io_uring", error);
     }
@@ -50,7 +50,7 @@ fn late_reads_of_all_stores_are_counted_also_of_closed_ones_and_many_leave_some_
         assert!(matches!(read(&stores[block as usize % 2], block)[..], [Came::Late]));
         assert_eq!(of_all() - before, count);
     }
-    // What nobody wants is over in truth, or will be in a moment.
+    // Unwanted reads are done in reality, or will be soon.
     let falls_to = |count: usize| {
         let until = Instant::now() + Duration::from_mins(1);
         while of_all() - before != count {

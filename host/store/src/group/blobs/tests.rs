@@ -1,4 +1,4 @@
-//! Tests of what members and sweeps of a group keep each other from.
+//! Tests of the locks between members and sweeps of a group.
 
 use super::*;
 use crate::{Attach, Budget, DurableStore, GroupMember};
@@ -18,10 +18,10 @@ fn join(group: &Arc<Group>, arena: &OwnedFd, vm: VmId, new: bool) -> GroupMember
 }
 
 #[test]
-fn a_member_that_moves_while_others_are_missing_waits_for_no_put_and_keeps_none_waiting() {
+fn a_member_that_moves_while_others_are_missing_waits_for_no_put_and_blocks_none() {
     let (arena, group) = group();
     let [moves, missing] = [1, 2].map(|vm| join(&group, &arena, VmId([vm; 16]), false));
-    // A put of another member is under way.
+    // A put of another member is going on.
     let put = group.using();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -36,7 +36,7 @@ fn a_member_that_moves_while_others_are_missing_waits_for_no_put_and_keeps_none_
 }
 
 #[test]
-fn a_thread_that_is_to_have_the_arena_alone_has_its_turn_while_a_member_with_many_pages_comes() {
+fn a_sweep_gets_the_exclusive_lock_while_a_member_with_many_pages_joins() {
     let (arena, group) = group();
     let member = join(&group, &arena, VmId([1; 16]), false);
     let region = RegionKey { vm: VmId([1; 16]), number: 0 };

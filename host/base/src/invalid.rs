@@ -1,0 +1,23 @@
+//! Why a value cannot be used.
+//!
+//! Before: a person, a file or another process gave the value. After: people read what is wrong with it.
+
+use std::borrow::Cow;
+
+/// A value that cannot be used: what is wrong with it, as the end of a sentence. Programs do not tell one reason from
+/// another.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Invalid(Cow<'static, str>);
+
+impl From<String> for Invalid {
+    fn from(why: String) -> Self {
+        Self(why.into())
+    }
+}
+
+impl From<&'static str> for Invalid {
+    fn from(why: &'static str) -> Self {
+        Self(why.into())
+    }
+}

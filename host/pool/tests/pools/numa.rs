@@ -1,0 +1,131 @@
+//! A pool on a machine with several NUMA nodes: what each gives, and of which a VM's pages are.
+//! `scripts/newer-kernel-suite.sh` runs the first test in a machine that has two, of different sizes.
+
+use crate::common;
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+use ballast_base::pool::Nodes;
+use ballast_base::{Bytes, HUGE_SIZE, MIB};
+use ballast_pool::map::Mode;
+use ballast_pool::{Grant, Host, Reserve, Want};
+use ballast_sys::Mapping;
+use ballast_testkit::skip;
+
+use common::{Place, zero_all};
+
+/// Two nodes of this machine.
+fn two_nodes() -> Option<[u32; 2]> {
+    match Host::default().nodes().expect("nodes")[..] {
+        [one, other, ..] => Some([one, other]),
+        ref fewer => {
+            skip("numa", format!("the machine has {} node", fewer.len()));
+            None
+        }
+    }
+}
+
+/// Huge pages of each node that this memory has, as the kernel says.
+fn pages_by_node(grant: &Grant) -> BTreeMap<u32, u64> {
+    let mut pages = BTreeMap::new();
+    for extent in &grant.extents {
+        let map =
+            Mapping::shared(grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize);
+        let map = map.expect("map");
+        for at in (0..map.len()).step_by(HUGE_SIZE) {
+            assert_eq!(map.words(at, 1)[0].load(Ordering::Relaxed), 0);
+            map.words(at, 1)[0].store(1, Ordering::Relaxed);
+        }
+        map.populate(0, map.len()).expect("map every page");
+        let text = std::fs::read_to_string("/proc/self/numa_maps").expect("numa_maps");
+        let start = format!("{:x} ", map.addr());
+        let line = text.lines().find(|line| line.starts_with(&start)).expect("its line");
+        for word in line.split(' ').filter_map(|word| word.strip_prefix('N')) {
+            let (node, count) = word.split_once('=').expect("N0=1");
+            let count = count.parse::<u64>().expect("a number");
+            *pages.entry(node.parse().expect("a node")).or_default() += count;
+        }
+    }
+    pages
+}
+
+fn grant(reserve: &mut Reserve, mib: u64, nodes: &Nodes) -> Grant {
+    reserve.grant("vm", Bytes(mib * MIB), Mode::Slices, nodes).expect("granted")
+}
+
+#[test]
+fn a_vms_pages_are_of_the_nodes_that_were_asked_for_also_after_another_vm_had_them() {
+    let Some([one, other]) = two_nodes() else { return };
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool_of(128, 16, None) else { return };
+    let sizes: Vec<u64> = reserve.overview().nodes.iter().map(|node| node.ready.0 / MIB).collect();
+    assert_eq!(sizes[..2], [64, 64], "balanced");
+    for _ in 0..2 {
+        let cases = [
+            (32, Nodes::One(other), vec![(other, 16)]),
+            (32, Nodes::One(one), vec![(one, 16)]),
+            (32, Nodes::Balanced(vec![one, other]), vec![(one, 8), (other, 8)]),
+            (30, Nodes::Balanced(vec![other, one]), vec![(one, 7), (other, 8)]),
+            (32, Nodes::Split(vec![(other, Bytes(26 * MIB)), (one, Bytes(6 * MIB))]), vec![(one, 3), (other, 13)]),
+            (96, Nodes::Any, vec![(one, 24), (other, 24)]),
+            (64, Nodes::Any, vec![(one, 32)]),
+        ];
+        for (mib, nodes, expected) in cases {
+            let given = grant(&mut reserve, mib, &nodes);
+            let expected: BTreeMap<u32, u64> = expected.into_iter().collect();
+            assert_eq!(pages_by_node(&given), expected, "{mib} MiB of {nodes}");
+            drop(given);
+            assert_eq!(reserve.tend().expect("tend"), 1);
+            zero_all(&mut reserve);
+            reserve.validate().expect("valid");
+        }
+    }
+    let said = |result: Result<Grant, ballast_pool::Error>| result.expect_err("refused").to_string();
+    let mut ask = |mib: u64, nodes| said(reserve.grant("vm", Bytes(mib * MIB), Mode::Slices, &nodes));
+    let text = ask(66, Nodes::One(other));
+    assert!(text.contains(&format!("from node {other}: it wants 33 slices, and 32 are ready")), "{text}");
+    let text = ask(8, Nodes::Split(vec![(one, Bytes(2 * MIB)), (other, Bytes(4 * MIB))]));
+    assert!(text.contains("the parts by nodes are 6 MiB; the VM wants 8 MiB"), "{text}");
+    assert!(ask(8, Nodes::Split(vec![(one, Bytes(MIB)), (other, Bytes(7 * MIB))])).contains("no multiple"));
+    assert!(ask(8, Nodes::Balanced(vec![one, 99])).contains("no node 99"));
+    assert!(ask(8, Nodes::Balanced(vec![])).contains("no node is named"));
+}
+
+#[test]
+fn nodes_of_different_sizes_give_as_much_each_or_one_gives_alone() {
+    let Some([one, other]) = two_nodes() else { return };
+    let host = Host::default();
+    let size = |node| host.memory(node).expect("memory").total;
+    if size(one).0 + size(other).0 > 8 << 30 {
+        skip("numa", "it takes three quarters of the memory, so it runs on a test machine of at most 8 GiB");
+        return;
+    }
+    let Some(place) = Place::new() else { return };
+    let (small, large) = if size(one) < size(other) { (one, other) } else { (other, one) };
+    let pages = |node| host.pages(node).expect("pages").total;
+    let before = [small, large].map(pages);
+    let mut reserve = place.open();
+    reserve.grow(Want::Percent(75), None, None).expect("grow");
+    let notes = reserve.overview().notes;
+    let got = [pages(small) - before[0], pages(large) - before[1]];
+    let shares: Vec<u64> = reserve.overview().nodes.iter().map(|node| node.reserved.0 / HUGE_SIZE as u64).collect();
+    assert_eq!(got[0], got[1], "{notes:?}");
+    assert_eq!(shares, [got[0]; 2], "{notes:?}");
+    assert!(got[0] > 0 && size(small) > Bytes(got[0] * HUGE_SIZE as u64));
+    assert!(notes.iter().any(|note| note.contains(&format!("node {small} can give"))), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("so that they stay balanced")), "{notes:?}");
+    // One node by itself may have more.
+    let more = Bytes(got[1] * HUGE_SIZE as u64 + 64 * MIB);
+    reserve.grow(Want::Bytes(more), Some(large), None).expect("grow");
+    assert_eq!([small, large].map(pages), [before[0] + got[0], before[1] + got[1] + 32], "{:?}", reserve.overview());
+    // Lent and taken back by node, and by all.
+    reserve.lend(Bytes(32 * MIB), Some(large)).expect("lend");
+    assert_eq!([small, large].map(pages), [before[0] + got[0], before[1] + got[1] + 16]);
+    reserve.lend(Bytes(64 * MIB), None).expect("lend");
+    assert_eq!([small, large].map(pages), [before[0] + got[0] - 16, before[1] + got[1] + 16]);
+    reserve.lend(Bytes(0), None).expect("take back");
+    assert_eq!([small, large].map(pages), [before[0] + got[0], before[1] + got[1] + 32]);
+    reserve.validate().expect("valid");
+}

@@ -1,0 +1,194 @@
+//! Tests what an attacker with access to the servers can do to a VM's pages: values that are changed, cut, longer than
+//! any page, of another page, VM or time, or of another type.
+//!
+//! Before: `privacy` passed. After: a read of a forged value came to `Corrupt` or `Busy`, never to other bytes; other
+//! pages of the same chunk were read meanwhile; all pages were there again when their values were.
+//! Threads: the test's. Units: pages. Needs `valkey`.
+
+use crate::common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::{Cluster, RemoteBudget, RemoteStore, Seal, seal};
+use ballast_store::{
+    Codec, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore, Store,
+};
+use ballast_testkit::pages;
+use ballast_testvm::valkey::{Layout, Valkey, read};
+use common::{LEASE, cluster, owner, start};
+
+/// Pages of the run that is attacked, all in one chunk. The first one is left alone.
+const PAGES: u64 = 8;
+const VM: VmId = VmId([7; 16]);
+const OTHER_VM: VmId = VmId([8; 16]);
+/// Limit for every wait, on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn key(vm: VmId, page: u64) -> PageKey {
+    RegionKey { vm, number: 0 }.page(PageIdx(page))
+}
+
+fn page(page: u64) -> PageBytes {
+    if page.is_multiple_of(2) { pages::incompressible(page) } else { pages::half_compressible(page) }
+}
+
+fn store(cluster: &Arc<Cluster>, vm: VmId, secret: Option<&[u8; 32]>) -> RemoteStore {
+    let store = RemoteStore::new(vm, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
+    match secret {
+        Some(secret) => store.sealed(Seal::with(0, secret)),
+        None => store,
+    }
+}
+
+fn put(store: &RemoteStore, vm: VmId, bytes: &[PageBytes]) -> Vec<Handle> {
+    let begun = Instant::now();
+    loop {
+        let mut outcomes = Vec::new();
+        store.put_run(key(vm, 0), bytes, &mut outcomes);
+        let handle = |outcome: &PutOutcome| if let PutOutcome::Stored(handle) = outcome { Some(*handle) } else { None };
+        if let Some(handles) = outcomes.iter().map(handle).collect() {
+            return handles;
+        }
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+}
+
+/// Reads the whole run. Retries until no outcome is `Busy`.
+fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
+    let begun = Instant::now();
+    loop {
+        let mut out = vec![[0; PAGE_SIZE]; handles.len()];
+        let outcomes = store.get_run(&key(VM, 0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
+        for (at, outcome) in (0..).zip(&outcomes) {
+            assert!(*outcome != GetOutcome::Found || out[at as usize] == page(at), "page {at} has other bytes");
+        }
+        if !outcomes.contains(&GetOutcome::Busy) {
+            return outcomes;
+        }
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+}
+
+/// Reads one page by itself.
+fn get_one(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
+    let (mut out, begun) = ([0; PAGE_SIZE], Instant::now());
+    loop {
+        match store.get(key(VM, at), handle, &mut out, IoContext::GUEST) {
+            GetOutcome::Busy => assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal()),
+            outcome => {
+                assert!(outcome != GetOutcome::Found || out == page(at), "page {at} has other bytes");
+                return outcome;
+            }
+        }
+    }
+}
+
+fn name(vm: VmId, page: u64, handle: Handle) -> Vec<u8> {
+    format!("b{{{vm}:0:0}}{page:x}:{:x}", handle.bits()).into_bytes()
+}
+
+/// The attacker's connection to the server.
+struct Attacker<'a>(&'a Valkey);
+
+impl Attacker<'_> {
+    fn say(&self, words: &[&[u8]]) {
+        self.0.say_bytes(0, words).expect("the server does it");
+    }
+
+    fn set(&self, key: &[u8], value: &[u8]) {
+        self.say(&[b"SET", key, value]);
+    }
+
+    fn get(&self, key: &[u8]) -> Vec<u8> {
+        self.0.say_bytes(0, &[b"GET", key]).and_then(read).expect("a value")
+    }
+}
+
+#[test]
+fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
+    let Some(valkey) = start(Layout { primaries: 1, replicas: 0, ..Layout::default() }) else { return };
+    let (ours, attacker) = (cluster(&valkey, 0), Attacker(&valkey));
+    let secret = seal::new_key().expect("random");
+    for secret in [None, Some(&secret)] {
+        let (victim, other) = (store(&ours, VM, secret), store(&ours, OTHER_VM, secret));
+        let bytes: Vec<PageBytes> = (0..PAGES).map(page).collect();
+        // The same pages earlier, and of another VM with, at worst, the same key.
+        let older = put(&victim, VM, &bytes);
+        let foreign = put(&other, OTHER_VM, &bytes);
+        let handles = put(&victim, VM, &bytes);
+        let names: Vec<Vec<u8>> = (0..).zip(&handles).map(|(at, handle)| name(VM, at, *handle)).collect();
+        let values: Vec<Vec<u8>> = names.iter().map(|name| attacker.get(name)).collect();
+
+        let mut forged: Vec<Vec<u8>> = vec![
+            Vec::new(),
+            vec![0; 1],
+            vec![0; PAGE_SIZE],
+            vec![0xff; 1 << 16],
+            vec![0; 1 << 20],
+            // Of another page, of another time, and of another VM.
+            values[3].clone(),
+            attacker.get(&name(VM, 1, older[1])),
+            attacker.get(&name(OTHER_VM, 1, foreign[1])),
+            [&values[1][..], b"x"].concat(),
+            [&values[1][..], &values[1][..]].concat(),
+        ];
+        // A bit of each byte of the header, of some of the payload and of the tag; a cut after each of these.
+        let len = values[1].len();
+        for at in (0..32).chain((32..len).step_by(97)).chain(len - 20..len) {
+            let mut flipped = values[1].clone();
+            flipped[at] ^= 1 << (at % 8);
+            forged.extend([flipped, values[1][..at].to_vec()]);
+        }
+        for value in &forged {
+            attacker.set(&names[1], value);
+            let outcome = get_one(&victim, 1, handles[1]);
+            // LZ4 has several forms of the same bytes, so a flip may give the very page.
+            let is_same = secret.is_none() && value.len() == len && outcome == GetOutcome::Found;
+            assert!(outcome == GetOutcome::Corrupt || is_same, "{outcome:?} for {} bytes", value.len());
+        }
+        // All at once, each page another one.
+        for (name, value) in names[1..].iter().zip(&forged) {
+            attacker.set(name, value);
+        }
+        let mut expected = vec![GetOutcome::Corrupt; PAGES as usize];
+        expected[0] = GetOutcome::Found;
+        assert_eq!(get(&victim, &handles), expected);
+        // The real ones are back.
+        names.iter().zip(&values).for_each(|(name, value)| attacker.set(name, value));
+        assert_eq!(get(&victim, &handles), vec![GetOutcome::Found; PAGES as usize]);
+        (0..).zip(&older).for_each(|(at, handle)| victim.free(key(VM, at), *handle));
+        drop((victim, other));
+    }
+}
+
+#[test]
+fn a_page_whose_key_has_a_list_or_a_set_is_corrupt_and_the_key_can_be_removed() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let victim = store(&ours, VM, None);
+    let bytes: Vec<PageBytes> = (0..PAGES).map(page).collect();
+    let handles = put(&victim, VM, &bytes);
+    let owner = owner(&valkey, VM);
+    for (at, words) in [(1, &["RPUSH"][..]), (2, &["SADD"]), (3, &["HSET", "field"])] {
+        let key = String::from_utf8(name(VM, at, handles[at as usize])).expect("ascii");
+        valkey.say(owner, &["DEL", &key]).expect("DEL");
+        let words: Vec<&str> = [words[0], &key].into_iter().chain(words[1..].iter().copied()).chain(["x"]).collect();
+        valkey.say(owner, &words).expect("another type");
+    }
+    // Alone, and in a run: the servers reply to these in different words.
+    assert_eq!(get_one(&victim, 1, handles[1]), GetOutcome::Corrupt);
+    let outcomes = get(&victim, &handles);
+    for (at, outcome) in outcomes.iter().enumerate() {
+        let expected = if (1..4).contains(&at) { GetOutcome::Corrupt } else { GetOutcome::Found };
+        assert_eq!(*outcome, expected, "page {at}");
+    }
+    (0..).zip(&handles).for_each(|(at, handle)| victim.free(key(VM, at), *handle));
+    let begun = Instant::now();
+    while valkey.keys().expect("keys") > 1 {
+        victim.tidy();
+        assert!(begun.elapsed() < DEADLINE, "{:?}", victim.last_refusal());
+    }
+}

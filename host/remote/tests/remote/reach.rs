@@ -1,0 +1,57 @@
+//! Tests that a cluster is reached, however slow it always is, and that nodes that left it are forgotten.
+//!
+//! Before: the unit tests of `nodes` and `resolve`. After: the map of a slow cluster arrives.
+//! Threads: the test's, and those of an emulated server.
+
+use crate::common;
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use ballast_remote::{Addr, Cluster};
+use ballast_store::IoContext;
+use common::{played, shards};
+
+/// Requests maps until one is there.
+fn reach(cluster: &Cluster) {
+    let begun = Instant::now();
+    while cluster.map().uncovered() > 0 || cluster.map().shards().next().is_none() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", cluster.silence());
+        cluster.refresh(IoContext::BACKGROUND);
+    }
+}
+
+#[test]
+fn a_cluster_that_always_needs_longer_than_the_first_timeout_for_its_map_is_reached() {
+    let cluster = played(|mut stream| {
+        let mut asked = [0; 8192];
+        while let Ok(1..) = stream.read(&mut asked) {
+            std::thread::sleep(Duration::from_millis(500));
+            let port = stream.local_addr().expect("an address").port();
+            if stream.write_all(shards(port).as_bytes()).is_err() {
+                return;
+            }
+        }
+    });
+    reach(&cluster);
+}
+
+#[test]
+fn a_node_that_left_the_cluster_is_forgotten_with_its_figures_when_the_next_map_comes() {
+    let cluster = played(|mut stream| {
+        let mut asked = [0; 8192];
+        while let Ok(1..) = stream.read(&mut asked) {
+            let port = stream.local_addr().expect("an address").port();
+            if stream.write_all(shards(port).as_bytes()).is_err() {
+                return;
+            }
+        }
+    });
+    let gone = Addr { host: "127.0.0.1".into(), port: 1 };
+    let node = cluster.node(&gone);
+    assert_eq!(cluster.figures().len(), 1);
+    reach(&cluster);
+    let known: Vec<Addr> = cluster.figures().into_iter().map(|(addr, _)| addr).collect();
+    assert!(!known.contains(&gone) && known.len() == 1, "{known:?}");
+    assert_eq!(std::sync::Arc::strong_count(&node), 1, "its connections go with it");
+}

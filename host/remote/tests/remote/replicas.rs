@@ -1,0 +1,107 @@
+//! Tests which replicas a page must be on before it counts as stored.
+//!
+//! Before: `conformance` passed. After: whichever replica is elected, it has the page.
+//! Threads: the test's. Units: pages. All tests need `valkey`.
+
+use crate::common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::check::check;
+use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
+use ballast_store::{Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store};
+use ballast_testkit::pages;
+use ballast_testvm::valkey::Layout;
+use common::{LEASE, cluster, start};
+
+const VM: VmId = VmId([7; 16]);
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn key(page: u64) -> PageKey {
+    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
+}
+
+fn store(cluster: &Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+/// Puts a page until it is stored.
+fn put(store: &RemoteStore, page: u64) -> Handle {
+    let begun = Instant::now();
+    loop {
+        match store.put(key(page), &pages::mixed(page)) {
+            PutOutcome::Stored(handle) => return handle,
+            outcome => assert_eq!(outcome, PutOutcome::Busy),
+        }
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+}
+
+/// Puts a page until it is refused because one replica has it and two must. It may be stored before if the store may
+/// not know yet of the second one.
+fn needs_two(store: &RemoteStore, page: u64, may_be_stored: bool) {
+    let begun = Instant::now();
+    loop {
+        match store.put(key(page), &pages::mixed(page)) {
+            PutOutcome::Stored(handle) if may_be_stored => store.free(key(page), handle),
+            outcome => {
+                assert_eq!(outcome, PutOutcome::Busy);
+                let why = store.last_refusal().expect("a reason");
+                if why.contains("1 replicas") && why.contains("2 are needed") {
+                    return;
+                }
+            }
+        }
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+}
+
+#[test]
+fn a_page_is_stored_only_when_every_replica_that_may_be_elected_has_it() {
+    // The cluster calls no node failed during the test.
+    let node_timeout = Duration::from_secs(60);
+    let Some(mut valkey) = start(Layout { primaries: 1, replicas: 2, node_timeout, ..Layout::default() }) else {
+        return;
+    };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    // A server knows the other ones before it knows of which shard they are.
+    let begun = Instant::now();
+    while !check(&ours).iter().any(|finding| !finding.serious && finding.text.contains("has 2 replicas")) {
+        assert!(begun.elapsed() < DEADLINE, "{:?}", check(&ours));
+    }
+    valkey.stop(2).expect("stop");
+    needs_two(&store, 0, false);
+    valkey.go_on(2).expect("go on");
+    let handle = put(&store, 0);
+    valkey.kill(0);
+    valkey.kill(1);
+    valkey.say(2, &["CONFIG", "SET", "cluster-node-timeout", "1000"]).expect("CONFIG");
+    valkey.say(2, &["CLUSTER", "FAILOVER", "TAKEOVER"]).expect("it is the primary");
+    let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
+    while store.get(key(0), handle, &mut out, IoContext::GUEST) != GetOutcome::Found {
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+    assert!(out == pages::mixed(0));
+}
+
+#[test]
+fn a_replica_that_the_cluster_calls_failed_is_not_waited_for_and_one_that_is_back_is() {
+    let Some(mut valkey) = start(Layout { primaries: 1, replicas: 2, ..Layout::default() }) else { return };
+    let store = store(&cluster(&valkey, 1));
+    put(&store, 0);
+    valkey.kill(2);
+    put(&store, 1);
+    valkey.restart(2).expect("restart");
+    valkey.wait_whole().expect("whole again");
+    // It is not called failed again.
+    (0..3)
+        .for_each(|node| drop(valkey.say(node, &["CONFIG", "SET", "cluster-node-timeout", "60000"]).expect("CONFIG")));
+    valkey.stop(2).expect("stop");
+    needs_two(&store, 2, true);
+    valkey.go_on(2).expect("go on");
+    put(&store, 2);
+}
