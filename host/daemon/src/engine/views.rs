@@ -17,6 +17,12 @@ use ballast_sys::Uffd;
 
 use super::served::Served;
 
+/// Returns whether this process is a QEMU that was started to load a VM: by `virsh restore`, a migration, a snapshot.
+pub fn loads(pid: u32) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    line.split(|byte| *byte == 0).any(|word| matches!(word, b"-incoming" | b"--incoming" | b"-loadvm" | b"--loadvm"))
+}
+
 /// Serves this process with these descriptors, as far as possible.
 pub fn add(
     served: &Arc<Served>,

@@ -333,6 +333,9 @@ impl Engine {
     ) -> anyhow::Result<()> {
         served.add_pid(pid);
         served.hold_unchecked();
+        if served.vm.state.epoch() == 1 && served.vm.effective_limit().is_some() && views::loads(pid) {
+            served.vm.set_loads();
+        }
         views::add(served, pid, uffd_features, fds, spans)?;
         if let Some(since_ns) = unserved_since_ns {
             let gap = Duration::from_nanos(clock::monotonic_ns().saturating_sub(since_ns));

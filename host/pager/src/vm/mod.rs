@@ -145,6 +145,8 @@ pub struct Vm {
     releases: AtomicU64,
     /// Whether a device or the kernel may hold references to pages, and write without faulting.
     may_pin: AtomicBool,
+    /// See [`Vm::set_loads`].
+    loads: AtomicBool,
     /// The host's pin check.
     pub(crate) pins: Arc<Pins>,
     /// Pages that are pinned.
@@ -182,6 +184,7 @@ impl Vm {
             holds: Mutex::default(),
             releases: AtomicU64::new(0),
             may_pin: AtomicBool::new(false),
+            loads: AtomicBool::new(false),
             pins: Arc::default(),
             pinned: Pinned::default(),
             filled: AtomicU64::new(0),
@@ -346,6 +349,17 @@ impl Vm {
 
     pub(crate) fn may_pin(&self) -> bool {
         self.may_pin.load(Ordering::Acquire)
+    }
+
+    /// The VMM is about to fill the RAM from a file or from another host. Call it before the first view is added: all
+    /// base pages are registered then, so that each page that comes is a fault, which waits at the VM's limit.
+    pub fn set_loads(&self) {
+        self.loads.store(true, Ordering::Release);
+    }
+
+    /// Returns whether all of a region is to be registered, whatever is reclaimed of it.
+    pub(crate) fn is_registered_whole(&self, region: &Region) -> bool {
+        region.is_on_demand() || self.loads.load(Ordering::Acquire) && region.granule_pages() == 1
     }
 
     /// Shortest quarantine: T, or the shorter time of direct reclaim. The shorter time is safe only if nothing pins

@@ -61,10 +61,10 @@ impl Vm {
     }
 
     /// Registers with a new view the chunks of a region that are registered, except where the VMM has mapped something
-    /// else. Of a region whose pages come on demand it registers all.
+    /// else. Of a region whose pages come on demand, or are loaded, it registers all.
     pub(crate) fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
-        if region.is_on_demand() {
+        if self.is_registered_whole(region) {
             let _one = self.memory.registering();
             let new = region.chunks(region.range()).filter(|(_, flag)| !is_registered(flag));
             new.for_each(|(chunk, flag)| {
