@@ -82,16 +82,15 @@ impl Trust {
         if self.waiting.len() >= SAMPLES || self.back.contains_key(&place) {
             return;
         }
+        let mut age = Age::from_byte(age);
         // A hit raises the level up to its maximum, and rounds spend the credit: another hit of a page at the maximum
-        // would leave no trace. The agent calls the page cold, so its earlier hits do not count.
-        let age = if by == By::Agent {
-            pages.set_age(place.0, place.1, 0);
-            0
-        } else {
-            age
-        };
+        // would leave no trace. One level lower, the next hit still earns as many rounds as before.
+        if by == By::Agent && age.level == Age::MAX_LEVEL {
+            age.level -= 1;
+            pages.set_age(place.0, place.1, age.byte());
+        }
         self.back.insert(place, None);
-        self.waiting.push_back(Sample { place, by, at: now, age: Age::from_byte(age), weight });
+        self.waiting.push_back(Sample { place, by, at: now, age, weight });
     }
 
     pub fn restored(&mut self, place: (u32, PageIdx), now: Instant) {

@@ -265,6 +265,22 @@ mod tests {
     }
 
     #[test]
+    fn a_sampled_page_with_quarantine_hits_is_skipped_for_1_3_7_then_15_reports() {
+        let (mut proposals, memory, start) = (proposals(), Memory::new(), Instant::now());
+        let mut picked = Vec::new();
+        for report in 0..100 {
+            let (told, now) = (agent(vec![run(0, 1, Kind::Anon, COLD)]), start + crate::agent::trust::SOON * report);
+            assert_eq!(proposals.trust.judge(&memory, now), None);
+            if !proposals.pick(&told, &memory, 1, Pick::Cold, now).0.is_empty() {
+                picked.push(report);
+                let age = memory.age(0, PageIdx(0)).expect("it is there");
+                memory.set_age(0, PageIdx(0), touched(age));
+            }
+        }
+        assert_eq!(picked, [0, 2, 6, 14, 30, 46, 62, 78, 94]);
+    }
+
+    #[test]
     fn of_a_forged_report_proved_pages_count_once_and_the_host_picks_the_rest() {
         let whole = Run { page: 0, count: u32::MAX, kind: Kind::Free, level: COLD };
         let foreign = Run { page: 1 << 39, count: 9, kind: Kind::Free, level: COLD };
