@@ -8,8 +8,8 @@
 //!
 //! Cold pages are those of order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse
 //! cycle, because nothing else makes memory cold, and used when it is complete. Without tracking, all pages have order
-//! 0, and a round goes through the units in random order, [`AT_ONCE`] at a time: each such part of memory is used as
-//! soon as it is made.
+//! 0, and a round goes through the units in random order, some [`AT_ONCE`] at a time: each such part has units from all
+//! over a region, and is used as soon as it is made.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -43,7 +43,7 @@ pub struct HeatSource {
     rounds: u64,
     /// Number of coarse cycles at the start of the round; `None` without tracking.
     made_at: Option<u64>,
-    /// The first unit that is not in the round yet: region and number. `None` when all are.
+    /// The region of the next unit to put into the round, and the number of its units that were. `None` when all were.
     making: Option<(u32, u64)>,
 }
 
@@ -107,17 +107,24 @@ impl HeatSource {
         let round = Round { number: self.rounds, is_tracked: self.made_at.is_some() };
         let mut offers = Vec::new();
         let mut looks = AT_ONCE;
-        while let Some((region, unit)) = self.making {
+        while let Some((region, count)) = self.making {
             if region >= pages.regions() {
                 self.making = None;
-            } else if unit >= pages.len(region).div_ceil(PAGES_PER_UNIT) {
+                continue;
+            }
+            let units = pages.len(region).div_ceil(PAGES_PER_UNIT);
+            let parts = units.div_ceil(AT_ONCE).max(1);
+            let of_part = units.div_ceil(parts);
+            if count >= of_part * parts {
                 self.making = Some((region + 1, 0));
             } else if looks == 0 {
                 return true;
             } else {
                 looks -= 1;
-                self.making = Some((region, unit + 1));
-                if pages.next_present(region, PageRange::of_unit(unit)).is_some() {
+                self.making = Some((region, count + 1));
+                let unit = count % of_part * parts + count / of_part;
+                // The last units of some parts do not exist.
+                if unit < units && pages.next_present(region, PageRange::of_unit(unit)).is_some() {
                     let unit = UnitId { region, unit: unit as u32 };
                     offer(tracker, unit, round, pages.granule(region), &mut offers);
                     self.round.extend(offers.drain(..).map(Reverse));

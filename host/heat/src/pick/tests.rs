@@ -183,6 +183,11 @@ fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
     source.pick(&Huge, 600, Pick::Cold, &mut out);
     let proposed: u64 = out.iter().map(|run| run.pages.count()).sum();
     assert_eq!((proposed, source.is_sorting()), (600, false));
+
+    // All of the guest is in a loop, of which a round must not take one part after the other.
+    source.pick(&Huge, 64 * PAGES_PER_UNIT, Pick::Cold, &mut out);
+    let units = || out.iter().map(|run| run.pages.start().unit());
+    assert!(units().max().zip(units().min()).is_some_and(|(last, first)| last - first > 4 * AT_ONCE), "{out:?}");
     source.heat.lock().absorb(source.heat.now(), Phase::Coarse, &CycleReport::default());
     out.clear();
     let mut calls = 0;
