@@ -87,7 +87,7 @@ for guest in native kvm; do
     # What another guest would not change, or cannot have: their rows would only say so.
     case $guest in
     native) rows="restore reclaim scale idle storm balance pool upgrade real" ;;
-    kvm) rows="restore reclaim scale idle balance" ;;
+    kvm) rows="restore reclaim idle balance" ;;
     esac
     for what in $rows; do
         measure $guest "$what" "$@"

@@ -19,7 +19,7 @@ use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_client::pool::take;
 use ballast_sys::Mapping;
 use ballast_testvm::qemu::load::{Dataset, load, verify};
-use ballast_testvm::qemu::{Balloon, QEMU, QemuGuest, qemu_missing};
+use ballast_testvm::qemu::{QEMU, QemuGuest, qemu_missing};
 
 use serde_json::{Value, json};
 
@@ -60,7 +60,7 @@ fn a_debian_guest_on_the_pool_is_paged_and_its_memory_returns_zeroed() {
     }
     let Some(pooled) = Pooled::start("quarantine_ms = 500\n", POOL) else { return };
     let daemon = pooled.daemon();
-    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).huge_pages().balloon(Balloon::FreePageReporting);
+    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).huge_pages().balloon();
     let mut guest = builder.name("pooled").prefix(on_the_pool(&pooled, "pooled", "2M")).spawn().expect("QEMU starts");
     until("the VM is attached", || {
         assert!(guest.exited().is_none(), "QEMU ended: {}", guest.stderr_log());

@@ -20,7 +20,7 @@ use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_sys::Mapping;
 use ballast_testkit::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
-use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing};
+use ballast_testvm::qemu::{Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
 use common::{Daemon, missing, until};
 
@@ -212,7 +212,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     const STAYS: usize = 16;
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
-    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).balloon(Balloon::FreePageReporting);
+    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).balloon();
     let mut guest = boot(&daemon, "free", builder);
 
     // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. The

@@ -4,13 +4,12 @@
 //! its console, and to the host by the API. Threads: the bench's one. Units: bytes.
 //! Promise: the guest ends with this process.
 
-use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ballast_api::VmStat;
 use ballast_base::{Bytes, MIB};
-use ballast_sys::program;
+use ballast_testhost::until;
 use ballast_testvm::qemu::{Image, QemuGuest};
 
 use crate::order::Role;
@@ -41,20 +40,11 @@ pub(crate) fn restored(stat: &VmStat) -> u64 {
 /// Longest time of a step of an emulated guest on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
-/// The words before those of a QEMU that ends with this process: a VM of this name under `ballast run` with these
-/// options, or one without Ballast.
-pub(crate) fn words_before(run: Option<(&Bench, &str, &[&str])>) -> Result<Vec<String>> {
-    let path = |path: &Path| path.to_string_lossy().into_owned();
-    let own = path(&std::env::current_exe().context("Finding this program's own file")?);
+/// The words before those of a QEMU that ends with this process, and after `more`.
+pub(crate) fn words_before(more: Vec<String>) -> Result<Vec<String>> {
+    let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
     let role = serde_json::to_string(&Role::Become)?;
-    let mut words = vec![own, ROLE_COMMAND.to_owned(), role, "--".to_owned()];
-    if let Some((bench, name, options)) = run {
-        let ballast = path(&program::find("ballast").context("Finding what starts QEMU")?);
-        let socket = path(&bench.daemon.attach_socket());
-        let last = ["--name", name, "--attach-socket", &socket, "--"];
-        words.extend([&[&ballast, "run"], options, &last].concat().into_iter().map(str::to_owned));
-    }
-    Ok(words)
+    Ok([vec![own, ROLE_COMMAND.to_owned(), role, "--".to_owned()], more].concat())
 }
 
 /// A guest, and the name of its VM.
@@ -67,7 +57,7 @@ impl Booted {
     /// Boots a guest that runs a command and ends with this process.
     pub(crate) fn new(bench: &mut Bench, command: &str) -> Result<Self> {
         let name = bench.vm_name();
-        let prefix = words_before(Some((bench, &name, &["--agent"])))?;
+        let prefix = words_before(bench.daemon.run_words(&name, &["--agent"])?)?;
         let builder = QemuGuest::builder().name("bench").memory(MEMORY).image(Image::find_with_agent()?);
         let mut guest = builder.prefix(prefix).run(command).spawn()?;
         guest.wait_ready(TIMEOUT)?;
@@ -90,12 +80,9 @@ impl Booted {
     pub(crate) fn squeeze(&self, bench: &Bench, taken: u64) -> Result<()> {
         let limit = self.stat(bench)?.resident_bytes.saturating_sub(taken);
         bench.daemon.api().set_limit(&self.name, Some(limit))?;
-        let began = Instant::now();
-        while self.stat(bench)?.resident_bytes > limit {
-            ensure!(began.elapsed() < TIMEOUT, "the guest is never within {}", Bytes(limit));
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        Ok(())
+        until("the guest is not within its limit", TIMEOUT, || {
+            Ok((self.stat(bench)?.resident_bytes <= limit).then_some(()))
+        })
     }
 
     /// Lets the guest compare its bytes and end.

@@ -17,9 +17,6 @@ const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time until the kernel has brought the memory below a new limit.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Beginning of the names of a bench's cgroups; its process id follows.
-pub(crate) const NAME: &str = "ballast-bench-";
-
 /// A cgroup; removed when dropped.
 #[derive(Debug)]
 pub struct Cgroup {
@@ -37,11 +34,6 @@ fn root() -> Result<(PathBuf, &'static str)> {
     })
 }
 
-/// The directory of memory cgroups.
-pub(crate) fn mounted() -> Result<PathBuf> {
-    Ok(root()?.0)
-}
-
 fn root_in(mounts: &str, has_memory: impl Fn(&Path) -> bool) -> Result<(PathBuf, &'static str)> {
     for line in mounts.lines() {
         let mut words = line.split(' ');
@@ -57,7 +49,6 @@ fn root_in(mounts: &str, has_memory: impl Fn(&Path) -> bool) -> Result<(PathBuf,
 }
 
 impl Cgroup {
-    /// Make a cgroup.
     pub fn new(name: &str) -> Result<Self> {
         let (root, limit) = root()?;
         let mut handed_down = None;
@@ -76,7 +67,6 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Its directory.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -84,15 +84,10 @@ fn wrong_choices(bench: &Bench, vm: &Booted, side: &str) -> Result<Vec<(String, 
     let of = |key: &str| format!("{key}_{side}");
     let mut figures = vec![
         (of("wrong_reclaim_pct"), percent(soon, evicted)),
-        (of("restored_soon_pages"), soon as f64),
         (of("restored_of_evicted_pct"), percent(grown(restored), evicted)),
-        (of("restored_pages"), grown(restored) as f64),
-        (of("evicted_mib"), mib(evicted * PAGE_SIZE as u64)),
         (of("zeros_mib"), mib(grown(|stat| stat.reclaim.evicted_zero_pages) * PAGE_SIZE as u64)),
         (of("wrong_picks_pct"), percent(wrong, judged)),
-        (of("judged_pages"), judged as f64),
         (of("judged_by_agent_pct"), percent(now.by_agent.judged_pages, judged)),
-        (of("quarantine_hit_pages"), grown(|stat| stat.reclaim.quarantine_hit_pages) as f64),
         (of("tracking_cycles"), cycles as f64),
         (of("engine_cpu_pct"), grown(|stat| stat.engine_time.tasks_us) as f64 * 100.0 / lasted_us),
     ];
@@ -147,9 +142,7 @@ fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(S
         (of(RECLAIMED), mean(&taken)),
         (of("reclaimed_of_ram_pct"), mean(&taken) * 100.0 / mib(now.size_bytes)),
         (of("stall_pct"), of_time((now.stall.some.total_us - was.stall.some.total_us) as f64)),
-        (of("stall_throttled_pct"), of_time((now.faults.throttled_us - was.faults.throttled_us) as f64)),
         (of("restored_pages_per_s"), each_s(restored)),
-        (of("minor_faults_per_s"), each_s(|stat| stat.faults.minor)),
         (of("taken_engine_cpu_pct"), of_time((engine_us(now) - engine_us(was)) as f64)),
         (of("taken_agent_cpu_pct"), of_time((agent_us(now) - agent_us(was)) as f64)),
     ];

@@ -9,27 +9,28 @@
 //! its default, for touches in order.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::{Bytes, GIB};
+use ballast_testhost::until;
+use ballast_testkit::swap::Swap;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 use crate::cgroup;
-use crate::guard::Guard;
 use crate::order::{Data, Pace};
 use crate::report::{Figures, Row};
 use crate::rig::Bench;
 use crate::setting::Setting;
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::swaps::PAGE_CLUSTER;
 
 /// Limit for the time until all pages of a guest are at their place.
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
-/// Size of the kernel's swap file.
+/// Size of the kernel's swap.
 const SWAP: Bytes = Bytes(GIB);
+const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
 /// The place of a guest's far pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,11 +132,11 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 
 /// Measure a place of the kernel, with a swap device that only this side uses.
 fn kernel(bench: &mut Bench, place: Place, of: (Data, u64), round: u64, figures: &mut Figures) -> Result<()> {
-    let mut guard = Guard::start()?;
-    match place {
-        Place::Zram => guard.swap()?,
-        _ => guard.swap_file(bench.options.dir.clone(), SWAP)?,
+    let swap = match place {
+        Place::Zram => Swap::only(&SWAP.0.to_string()),
+        _ => Swap::only_file(&bench.options.dir, SWAP.0),
     };
+    let _swap = swap.map_err(|why| anyhow!("{why}"))?;
     measure(bench, place, Way::Kernel, of, round, figures)
 }
 
@@ -169,8 +170,7 @@ fn go(bench: &mut Bench, guests: &mut [Subject], place: Place) -> Result<()> {
     let writing = vmstat("nr_writeback")?;
     out(bench, guests)?;
     let subject = &guests[0];
-    let begun = Instant::now();
-    loop {
+    until(&format!("not all pages are in {}", place.name()), TIMEOUT, || {
         let is_there = match place {
             Place::Ram | Place::Zram => true,
             Place::SwapFile => vmstat("nr_writeback")? <= writing,
@@ -180,12 +180,8 @@ fn go(bench: &mut Bench, guests: &mut [Subject], place: Place) -> Result<()> {
                 stat.far_bytes > 0 && there >= stat.far_bytes
             }
         };
-        if is_there {
-            break;
-        }
-        ensure!(begun.elapsed() < TIMEOUT, "after {TIMEOUT:?} not all pages are in {}", place.name());
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        Ok(is_there.then_some(()))
+    })?;
     // Pages that were written to a swap file stay in the swap cache until the cgroup is emptied.
     if let Some(cgroup) = subject.cgroup() {
         cgroup::empty(cgroup);

@@ -9,18 +9,16 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use ballast_base::Bytes;
 use ballast_testkit::PoolLoan;
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::cgroup::{self, Cgroup};
+use crate::cgroup::Cgroup;
 use crate::end_pool::end_pool;
 use crate::helper::obey;
 use crate::order::{Answer, Order, Role};
 use crate::setting::warn;
 use crate::worker::Worker;
-use crate::zram::{Swap, SwapFile};
 
 /// A process to end, by a pidfd, which cannot refer to another process.
 struct Process(OwnedFd);
@@ -43,7 +41,6 @@ impl Drop for Process {
     }
 }
 
-/// A directory to remove.
 struct Directory(PathBuf);
 
 impl Drop for Directory {
@@ -55,7 +52,6 @@ impl Drop for Directory {
     }
 }
 
-/// The pool of a daemon.
 struct Pool {
     dir: PathBuf,
     keeper: Process,
@@ -74,11 +70,8 @@ trait Undo {}
 impl Undo for Process {}
 impl Undo for Directory {}
 impl Undo for Cgroup {}
-impl Undo for Swap {}
-impl Undo for SwapFile {}
 impl Undo for Pool {}
 
-/// Play the guard.
 pub(crate) fn run() -> Result<()> {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: ignoring a signal installs no handler.
@@ -88,16 +81,6 @@ pub(crate) fn run() -> Result<()> {
     let mut loans = Vec::new();
     let result = obey(|order| {
         let (undo, answer): (Box<dyn Undo>, Answer) = match order {
-            Order::Swap => {
-                let swap = Swap::new()?;
-                let device = swap.device().to_owned();
-                (Box::new(swap), Answer::Path(device))
-            }
-            Order::SwapFile { dir, bytes } => {
-                let swap = SwapFile::new(&dir, Bytes(bytes))?;
-                let path = swap.path().to_owned();
-                (Box::new(swap), Answer::Path(path))
-            }
             Order::HugePages(pages) => {
                 loans.push(PoolLoan::reserved(pages).context("Raising nr_hugepages")?);
                 return Ok(Answer::Done);
@@ -137,20 +120,14 @@ impl Guard {
         Ok(Self { worker: Worker::start(&Role::Guard)?, cgroups: 0 })
     }
 
-    /// Make a zram device the only swap, until the guard ends.
-    pub fn swap(&mut self) -> Result<PathBuf> {
-        self.path(&Order::Swap)
-    }
-
-    /// Make a file in this directory the only swap, until the guard ends.
-    pub fn swap_file(&mut self, dir: PathBuf, size: Bytes) -> Result<PathBuf> {
-        self.path(&Order::SwapFile { dir, bytes: size.0 })
-    }
-
     /// Make a memory cgroup, until the guard ends.
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
-        self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
+        let name = format!("ballast-bench-{}-{}", std::process::id(), self.cgroups);
+        match self.worker.ask(&Order::Cgroup(name))? {
+            Answer::Path(path) => Ok(path),
+            other => bail!("the guard replies {other:?}"),
+        }
     }
 
     /// Add huge pages to the host's pool, until the guard ends.
@@ -176,12 +153,5 @@ impl Guard {
     /// Have the guard remove a directory when it ends, if it is still there.
     pub fn remove_dir(&mut self, path: PathBuf) -> Result<()> {
         self.worker.ask(&Order::RemoveDir(path)).map(drop)
-    }
-
-    fn path(&mut self, order: &Order) -> Result<PathBuf> {
-        match self.worker.ask(order)? {
-            Answer::Path(path) => Ok(path),
-            other => bail!("the guard replies {other:?}"),
-        }
     }
 }

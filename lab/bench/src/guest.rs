@@ -38,9 +38,12 @@ impl Guest {
                 let _stay = pace.pinned.then(cpu::Stay::here);
                 native.touch(&self.config, seed, pace).map(Answer::Touched)
             }
+            (Order::Read { from_ns, until_ns }, Body::Native(native)) => {
+                native.read(from_ns, until_ns).map(Answer::Read)
+            }
             (Order::Storm, Body::Native(native)) => native.start_storm().map(|()| Answer::Done),
             (Order::Pause, Body::Native(native)) => native.pause(),
-            (Order::Verify, Body::Native(native)) => native.verify(&self.config).map(|()| Answer::Done),
+            (Order::Verify, Body::Native(native)) => native.verify().map(|()| Answer::Done),
             (Order::PageOut, Body::Vcpu(vcpu)) => vcpu.page_out(self.config.pages).map(Answer::Out),
             (Order::Touch { .. }, Body::Vcpu(vcpu)) => vcpu.touch().map(Answer::Touched),
             (Order::Verify, Body::Vcpu(_)) => Ok(Answer::Done),

@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use ballast_base::Bytes;
 use ballast_testvm::{Spec, Workload};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 use crate::cpu;
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
@@ -45,20 +45,15 @@ impl Contestant {
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
         let contestant = Self(worker);
-        contestant.signal(Signal::STOP)?;
+        contestant.0.signal(Signal::STOP)?;
         Ok(contestant)
-    }
-
-    fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = Pid::from_raw(self.0.pid().cast_signed()).context("a VM has no process id")?;
-        kill_process(pid, signal).context("Stopping or continuing a VM")
     }
 
     /// Continue, obey one order, and stop again.
     fn turn(&mut self, order: &Order) -> Result<Answer> {
-        self.signal(Signal::CONT)?;
+        self.0.signal(Signal::CONT)?;
         let answer = self.0.ask(order);
-        self.signal(Signal::STOP)?;
+        self.0.signal(Signal::STOP)?;
         answer
     }
 
@@ -169,8 +164,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.difference("idle_aa_pct", &noise(0));
         row.difference("idle_overhead_cpu_pct", &cost(1));
         row.difference("idle_aa_cpu_pct", &noise(1));
-        row.figure("idle_service_cpu_pct", &pairs.iter().map(|pair| pair.service_cpu_pct).collect::<Vec<_>>());
-        row.figure("attached_ops_per_s", &pairs.iter().map(|pair| pair.attached_ops_per_s).collect::<Vec<_>>());
+        row.figure_of("idle_service_cpu_pct", &pairs, |pair| pair.service_cpu_pct);
+        row.figure_of("attached_ops_per_s", &pairs, |pair| pair.attached_ops_per_s);
         each(row)?;
     }
     Ok(())

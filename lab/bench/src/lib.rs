@@ -28,7 +28,6 @@ mod guest;
 mod helper;
 mod idle;
 mod ksm;
-mod leftover;
 mod limit;
 mod machine;
 mod native;
@@ -53,8 +52,6 @@ mod share;
 mod stats;
 mod storm;
 mod subject;
-mod swap;
-mod swaps;
 mod tiers;
 mod upgrade;
 mod vcpu;
@@ -67,21 +64,16 @@ use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
 pub use machine::is_release;
-pub use options::{Options, Part, RealOptions, RealProgram, RealSide, Which};
-pub use order::GuestKind;
+pub use options::Options;
 pub use plot::run as plot;
 pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
 
+use options::Which;
+use order::GuestKind;
 use progress::Progress;
 use rig::Bench;
-
-/// Wait until no bench runs, and restore what one left behind that was killed together with its guard.
-pub fn put_back_leftovers() -> Result<()> {
-    let _held = swaps::lock()?;
-    leftover::put_back()
-}
 
 /// Measure; `each` gets every row as soon as it is ready, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
@@ -92,9 +84,9 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         return tiers::run(options.quick, &|title| progress.row(title), &mut |row| each(&row, &machine));
     }
     if options.is(GuestKind::Kvm) {
-        use Which::{Balance, Idle, Limit, Reclaim, Restore, Scale};
+        use Which::{Balance, Idle, Limit, Reclaim, Restore};
         ensure!(
-            matches!(options.which, Restore | Reclaim | Scale | Idle | Balance | Limit),
+            matches!(options.which, Restore | Reclaim | Idle | Balance | Limit),
             "bench {} has no KVM guests (--guest native)",
             options.which.name()
         );

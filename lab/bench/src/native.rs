@@ -1,7 +1,8 @@
 //! A guest that is a thread: its memory has known contents, is paged out by any of the sides, and is touched again.
 //!
 //! Before: `guest` was asked for one. After: the bench has times of single touches, as the guest's thread sees them.
-//! Threads: the caller's touches; a storm has a thread of its own.
+//! Threads: the caller's touches; a storm has a thread of its own. Times of reads are of the monotonic clock, which all
+//! guests share.
 //! Units: pages. Promise: a page is touched once in a round, and every touch checks a word that counts the touches
 //! before it, so a page that was restored with wrong bytes is counted. [`Native::verify`] compares every byte.
 
@@ -13,13 +14,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
-use ballast_base::{Bytes, PAGE_SIZE, PageCount};
+use anyhow::{Context, Result, anyhow, ensure};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::Anon;
+use ballast_sys::clock::monotonic_ns;
 use ballast_testvm::GuestRam;
 
 use crate::cpu;
-use crate::order::{Answer, Backing, GuestConfig, Out, Pace, Touched};
+use crate::order::{Answer, Backing, Data, GuestConfig, Out, Pace, Reads, Touched};
 use crate::pager::{Pager, holes, own_file};
 use crate::stats::{random, shuffle};
 
@@ -41,18 +43,56 @@ impl Ram {
     }
 }
 
-/// Bytes of RAM of a guest.
-fn ram_len(config: &GuestConfig) -> u64 {
-    PageCount(2 * config.pages).bytes().0
+/// The contents of pages: those of one page, in which the words of noise differ from page to page.
+pub(crate) struct Contents {
+    words: Vec<u64>,
+    number: u64,
+}
+
+impl Contents {
+    /// The number tells the data of one guest from that of others.
+    pub(crate) fn new(data: Data, number: u64) -> Self {
+        let page = data.page(number);
+        Self { words: page.as_chunks::<8>().0.iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect(), number }
+    }
+
+    /// The words of a page.
+    fn of(&self, page: usize) -> impl Iterator<Item = u64> {
+        let key = random(&mut ((self.number << 32) | page as u64));
+        self.words.iter().map(move |word| if *word == 0 { 0 } else { word ^ key })
+    }
+
+    /// Fills a page; returns its first word.
+    pub(crate) fn fill(&self, ram: &Ram, page: usize) -> u64 {
+        let offsets = (page * PAGE_SIZE..).step_by(8);
+        self.of(page).zip(offsets).for_each(|(word, at)| ram.word(at).store(word, Relaxed));
+        ram.word(page * PAGE_SIZE).load(Relaxed)
+    }
+
+    /// Compares a page, whose first word may be another one.
+    pub(crate) fn check(&self, ram: &Ram, page: usize, first: Option<u64>) -> Result<()> {
+        for (index, word) in self.of(page).enumerate() {
+            let expected = first.filter(|_| index == 0).unwrap_or(word);
+            let found = ram.word(page * PAGE_SIZE + index * 8).load(Relaxed);
+            ensure!(
+                found == expected,
+                "WRONG DATA: word {index} of page {page} is {found:#018x} and must be {expected:#018x}"
+            );
+        }
+        Ok(())
+    }
 }
 
 /// Native memory and its expected contents.
 pub(crate) struct Native {
     ram: Arc<Ram>,
     pager: Pager,
+    contents: Contents,
     /// The expected first word of each page: that of the fill, plus one for each touch.
     expected: Vec<u64>,
     storm: Option<Storm>,
+    /// The page that [`Native::read`] reads next.
+    next: usize,
 }
 
 struct Storm {
@@ -62,14 +102,10 @@ struct Storm {
     thread: JoinHandle<Vec<u32>>,
 }
 
-fn words(page: &[u8; PAGE_SIZE]) -> impl Iterator<Item = u64> {
-    page.as_chunks::<8>().0.iter().map(|bytes| u64::from_ne_bytes(*bytes))
-}
-
 impl Native {
     /// Allocate RAM, attach it, and fill it.
     pub(crate) fn filled(config: &GuestConfig) -> Result<Self> {
-        let len = ram_len(config);
+        let len = config.ram_bytes;
         let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
             (Ram::Private(Anon::new(len as usize).context("Allocating memory")?), Pager::Kernel)
         } else {
@@ -77,16 +113,9 @@ impl Native {
             let pager = Pager::attach(&config.backing, &ram)?;
             (Ram::Shared(ram), pager)
         };
-        let mut expected = Vec::with_capacity(config.pages as usize);
-        for page in 0..config.pages {
-            for (index, word) in words(&config.data.page(page)).enumerate() {
-                ram.word(page as usize * PAGE_SIZE + index * 8).store(word, Relaxed);
-                if index == 0 {
-                    expected.push(word);
-                }
-            }
-        }
-        Ok(Self { ram: Arc::new(ram), pager, expected, storm: None })
+        let contents = Contents::new(config.data, config.number);
+        let expected = (0..config.pages as usize).map(|page| contents.fill(&ram, page)).collect();
+        Ok(Self { ram: Arc::new(ram), pager, contents, expected, storm: None, next: 0 })
     }
 
     /// Guest RAM, as others can open it, if it is a file.
@@ -94,7 +123,6 @@ impl Native {
         if let Ram::Shared(ram) = &*self.ram { Some(own_file(ram)) } else { None }
     }
 
-    /// Page the data out.
     pub(crate) fn page_out(&mut self, pages: u64) -> Result<Out> {
         let (start, cpu) = (Instant::now(), cpu::of_thread()?);
         let elsewhere_us = match &*self.ram {
@@ -107,7 +135,6 @@ impl Native {
         Ok(Out { pages, wall_us, cpu_us, ..Out::default() })
     }
 
-    /// The pages that are not in memory.
     fn out(&self, pages: u64) -> Result<Vec<u64>> {
         if matches!(self.pager, Pager::Floor) {
             return Ok((0..pages).collect());
@@ -186,19 +213,32 @@ impl Native {
         Ok(Answer::Sliced { ops: touches.iter().map(|touches| u64::from(*touches)).sum(), wall_us, cpu_us })
     }
 
-    /// Compare every word.
-    pub(crate) fn verify(&self, config: &GuestConfig) -> Result<()> {
-        for page in 0..config.pages {
-            let first = self.expected[page as usize];
-            for (index, word) in words(&config.data.page(page)).enumerate() {
-                let expected = if index == 0 { first } else { word };
-                let found = self.ram.word(page as usize * PAGE_SIZE + index * 8).load(Relaxed);
-                if found != expected {
-                    bail!("WRONG DATA: word {index} of page {page} is {found:#018x} and must be {expected:#018x}");
-                }
+    /// Read all pages over and over until the second time, and compare each; count the touches from the first time on.
+    pub(crate) fn read(&mut self, from_ns: u64, until_ns: u64) -> Result<Reads> {
+        let mut reads = Reads::default();
+        loop {
+            let begin = monotonic_ns();
+            if begin >= until_ns {
+                return Ok(reads);
             }
+            self.ram.word(self.next * PAGE_SIZE).load(Relaxed);
+            let end = monotonic_ns();
+            if begin >= from_ns {
+                reads.waits.add(end - begin);
+                reads.touches += u64::from(end <= until_ns);
+            }
+            self.check(self.next)?;
+            self.next = (self.next + 1) % self.expected.len();
         }
-        Ok(())
+    }
+
+    fn check(&self, page: usize) -> Result<()> {
+        self.contents.check(&self.ram, page, Some(self.expected[page]))
+    }
+
+    /// Compare every word.
+    pub(crate) fn verify(&self) -> Result<()> {
+        (0..self.expected.len()).try_for_each(|page| self.check(page))
     }
 }
 

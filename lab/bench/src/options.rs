@@ -16,7 +16,7 @@ pub enum Which {
     Restore,
     /// Cold pages per second that leave DRAM.
     Reclaim,
-    /// Restore and reclaim with more VMs.
+    /// Restore and reclaim of ten VMs at once, and the memory of the engine.
     Scale,
     /// The speed of many small VMs at once, also when the engine is killed.
     Density,
@@ -113,6 +113,12 @@ pub enum RealProgram {
     Gups,
     /// Lookups as XSBench makes them, in 1.2 GiB of tables.
     Lookups,
+}
+
+impl RealProgram {
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
 }
 
 /// The side that pages.

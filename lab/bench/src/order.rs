@@ -22,43 +22,16 @@ pub enum Role {
     Guest(GuestConfig),
     /// A VM that runs a workload of `testvm`, slice by slice.
     Workload(WorkloadConfig),
-    /// One of many small guests that read all of their memory.
-    Reader(ReaderConfig),
     /// A VM that does nothing but fault.
-    Prober(ProberConfig),
+    Prober(Backing),
     /// Becomes the program that the words after it name, and ends with the process that started it.
     Become,
     /// A VMM that was started without Ballast, with private memory.
-    Plain {
-        /// Size of its RAM.
-        ram_bytes: u64,
-    },
+    Plain { ram_bytes: u64 },
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
     /// Changes settings of the machine and restores them, whatever happens to the bench.
     Guard,
-}
-
-/// A VM that does nothing but fault.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ProberConfig {
-    /// Where to attach.
-    pub socket: PathBuf,
-    /// The VM's name.
-    pub name: String,
-    /// Size of its RAM.
-    pub ram_bytes: u64,
-}
-
-/// One of many small guests.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ReaderConfig {
-    /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
-    pub backing: Backing,
-    /// Size of its RAM, all of which holds data.
-    pub ram_bytes: u64,
-    /// Tells its data from that of others.
-    pub number: u64,
 }
 
 /// The contents of guest memory.
@@ -75,7 +48,6 @@ impl Data {
     /// Those that have a row each.
     pub const BOTH: [Self; 2] = [Self::HalfCompressible, Self::Incompressible];
 
-    /// Its name in JSON and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::HalfCompressible => "half_compressible",
@@ -83,7 +55,6 @@ impl Data {
         }
     }
 
-    /// The words of one page.
     pub fn page(self, page: u64) -> ballast_base::store::PageBytes {
         match self {
             Self::HalfCompressible => ballast_testkit::pages::half_compressible(page),
@@ -96,12 +67,7 @@ impl Data {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Backing {
     /// A ballastd.
-    Ballast {
-        /// Its attach socket.
-        socket: PathBuf,
-        /// The VM's name.
-        name: String,
-    },
+    Ballast { socket: PathBuf, name: String },
     /// The kernel's swap.
     Kernel {
         /// The file of a memory cgroup that takes a process id.
@@ -115,25 +81,23 @@ pub enum Backing {
     Floor,
 }
 
-/// A guest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GuestConfig {
     /// The side that takes its pages.
     pub backing: Backing,
-    /// What touches the memory.
     pub kind: GuestKind,
-    /// Pages with data. RAM is larger, so that a limit can be above the data and below RAM.
+    pub ram_bytes: u64,
+    /// Pages with data.
     pub pages: u64,
-    /// Their contents.
     pub data: Data,
+    /// Tells its data from that of others.
+    pub number: u64,
 }
 
-/// A workload VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WorkloadConfig {
     /// Its workload; its operations have no end.
     pub spec: Spec,
-    /// What runs it.
     pub kind: GuestKind,
     /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
     pub backing: Backing,
@@ -157,7 +121,6 @@ impl Pace {
     pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, in_order: false };
 }
 
-/// An order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
     /// Fill memory (and attach it).
@@ -165,12 +128,7 @@ pub enum Order {
     /// Page everything out. On Ballast's side the limit does that instead.
     PageOut,
     /// Touch pages that are out, in an order that the seed decides.
-    Touch {
-        /// Decides the order.
-        seed: u64,
-        /// The pace.
-        pace: Pace,
-    },
+    Touch { seed: u64, pace: Pace },
     /// Touch random pages as fast as possible until [`Order::Pause`].
     Storm,
     /// End the storm. The answer counts its touches.
@@ -182,49 +140,22 @@ pub enum Order {
     /// A plain VMM: touch one page of each 2 MiB.
     TouchSparsely,
     /// Read all of memory over and over until the second time; count and time the touches from the first time on. A
-    /// prober begins with the first time, and each of its touches is a fault.
-    Read {
-        /// In nanoseconds of the monotonic clock.
-        from_ns: u64,
-        /// In nanoseconds of the monotonic clock.
-        until_ns: u64,
-    },
+    /// prober begins with the first time, and each of its touches is a fault. Both are of the monotonic clock.
+    Read { from_ns: u64, until_ns: u64 },
     /// A prober: read the clock over and over instead, without a fault.
-    Compute {
-        /// In nanoseconds of the monotonic clock.
-        from_ns: u64,
-        /// In nanoseconds of the monotonic clock.
-        until_ns: u64,
-    },
+    Compute { from_ns: u64, until_ns: u64 },
     /// Return the number of operations that the workload has done so far.
     Progress,
     /// Run the workload for this long.
-    Slice {
-        /// How long.
-        ms: u64,
-    },
+    Slice { ms: u64 },
     /// From now on the workload computes for this number of rounds, some 3 ns each, before each operation.
     Think(u64),
-    /// Guard: a zram device of our own as the only swap.
-    Swap,
-    /// Guard: a swap file of ours in this directory as the only swap.
-    SwapFile {
-        /// The directory.
-        dir: PathBuf,
-        /// Size of the file.
-        bytes: u64,
-    },
     /// Guard: add this number of huge pages to the host's pool.
     HugePages(u64),
     /// Guard: take away all that were added.
     NoHugePages,
     /// Guard: at its own end, return the memory of the pool of a daemon, which ends before that.
-    EndPool {
-        /// The pool's directory.
-        dir: PathBuf,
-        /// The daemon's keeper.
-        keeper: u32,
-    },
+    EndPool { dir: PathBuf, keeper: u32 },
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
     /// Guard: kill this process at its own end.
@@ -236,11 +167,7 @@ pub enum Order {
 /// The answer to an order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// Done.
     Done,
-    /// Wrong bytes.
-    Wrong(u64),
-    /// Filled.
     Filled {
         /// Guest RAM, if it is a file.
         ram: Option<PathBuf>,
@@ -255,19 +182,16 @@ pub enum Answer {
     Probed(Probed),
     /// A slice, or a storm, is over.
     Sliced {
-        /// Operations or touches.
         ops: u64,
-        /// How long it took.
         wall_us: f64,
         /// CPU time of all threads of the helper meanwhile.
         cpu_us: f64,
     },
     /// Operations done so far.
     Progress {
-        /// Over all workers.
         ops: u64,
     },
-    /// Guard: the path of the object.
+    /// Guard: the path of the cgroup.
     Path(PathBuf),
     /// It could not be done.
     Failed(String),
@@ -278,7 +202,6 @@ pub enum Answer {
 pub struct Probed {
     /// Equal parts of the turn, one after the other.
     pub slices: Vec<Slice>,
-    /// Number of touches.
     pub touches: u64,
     /// Number of faults, by the kernel's count.
     pub faulted: u64,
@@ -296,9 +219,7 @@ pub struct Slice {
 /// The result of paging out.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Out {
-    /// Number of pages.
     pub pages: u64,
-    /// How long it took.
     pub wall_us: f64,
     /// CPU time of all threads that had a part in it.
     pub cpu_us: f64,

@@ -7,11 +7,12 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
+use ballast_testhost::until;
 
 use crate::order::Data;
 use crate::report::{Figures, Row};
@@ -79,15 +80,9 @@ fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
 
 /// Wait for the state without VMs: their files are closed a moment after the API has forgotten them.
 fn settled(bench: &Bench) -> Result<Held> {
-    let start = Instant::now();
-    loop {
-        let now = Held::now(bench)?;
-        if now.files == 0.0 {
-            return Ok(now);
-        }
-        ensure!(start.elapsed() < TIMEOUT, "the memory files of a VM that has gone are still there");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    until("the memory files of a VM that has gone are still there", TIMEOUT, || {
+        Ok(Some(Held::now(bench)?).filter(|now| now.files == 0.0))
+    })
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {

@@ -21,11 +21,8 @@ use crate::plain::Handler;
 pub(crate) enum Pager {
     /// The daemon, by its limit; the client stays attached as long as the process lives.
     Ballast(#[expect(dead_code, reason = "kept, not used")] Client),
-    /// The kernel.
     Kernel,
-    /// The plain handler.
     Plain(Handler),
-    /// None.
     Floor,
 }
 

@@ -9,12 +9,13 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Hva, PAGE_SIZE};
 use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd, priority, scm};
+use ballast_testkit::program::Ends;
 use ballast_testvm::GuestRam;
 use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -37,7 +38,7 @@ enum Message {
 /// The guest's side.
 pub(crate) struct Handler {
     socket: OwnedFd,
-    child: Child,
+    _child: Ends,
 }
 
 impl Handler {
@@ -56,7 +57,7 @@ impl Handler {
         let (uffd, _) = Uffd::create(REQUIRED_FEATURES).context("Creating a userfaultfd")?;
         let (socket, theirs) = scm::pair().context("Making a socket pair")?;
         let child = worker::command(&Role::Handler)?.stdin(Stdio::from(theirs)).spawn();
-        let handler = Self { socket, child: child.context("Starting the plain handler")? };
+        let handler = Self { socket, _child: Ends(child.context("Starting the plain handler")?) };
         let start = Message::Start { base: ram.addr() as u64, len: ram.len() as u64, near };
         scm::send(&handler.socket, &serde_json::to_vec(&start)?, &[uffd.as_fd(), ram.memfd()])?;
         handler.done()?;
@@ -75,13 +76,6 @@ impl Handler {
             Message::Done { cpu_us } => Ok(cpu_us),
             _ => bail!("the plain handler does not answer"),
         }
-    }
-}
-
-impl Drop for Handler {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -10,16 +10,17 @@
 //! faults, of at least that length.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::clock::monotonic_ns;
+use ballast_testhost::until;
 use ballast_testvm::GuestRam;
 use rustix::mm::{Advice, madvise};
 
-use crate::order::{Answer, Backing, Order, Probed, ProberConfig, Role, Slice};
+use crate::order::{Answer, Backing, Order, Probed, Role, Slice};
 use crate::pager::Pager;
 use crate::rig::Bench;
 use crate::worker::Worker;
@@ -40,9 +41,8 @@ const TIME: Duration = Duration::from_millis(1000);
 const AFTER: Duration = Duration::from_millis(100);
 const SQUEEZE: Duration = Duration::from_secs(60);
 
-/// The guest.
 pub(crate) struct Prober {
-    config: ProberConfig,
+    backing: Backing,
     ram: GuestRam,
     pager: Option<Pager>,
     /// Number of touches of each of the pages.
@@ -50,20 +50,15 @@ pub(crate) struct Prober {
 }
 
 impl Prober {
-    pub(crate) fn new(config: ProberConfig) -> Result<Self> {
-        let ram = GuestRam::new(Bytes(config.ram_bytes)).context("Making guest RAM")?;
-        Ok(Self { config, ram, pager: None, touches: [0; PAGES] })
+    pub(crate) fn new(backing: Backing) -> Result<Self> {
+        let ram = GuestRam::new(Bytes(RAM)).context("Making guest RAM")?;
+        Ok(Self { backing, ram, pager: None, touches: [0; PAGES] })
     }
 
     pub(crate) fn obey(&mut self, order: &Order) -> Result<Answer> {
         match order {
-            Order::Attach => {
-                let ProberConfig { socket, name, .. } = &self.config;
-                let backing = Backing::Ballast { socket: socket.clone(), name: name.clone() };
-                self.pager = Some(Pager::attach(&backing, &self.ram)?);
-                Ok(Answer::Done)
-            }
             Order::Fill => {
+                self.pager = Some(Pager::attach(&self.backing, &self.ram)?);
                 // With their numbers these pages are no zero pages; the pages that are touched begin at 0.
                 for page in PAGES..self.ram.len() / PAGE_SIZE {
                     self.ram.word(page * PAGE_SIZE).store(page as u64, Relaxed);
@@ -165,18 +160,15 @@ impl Probe {
     /// Start the VM, and have half of it evicted.
     pub(crate) fn start(bench: &mut Bench) -> Result<Self> {
         let name = bench.vm_name();
-        let config = ProberConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: RAM };
-        let mut probe = Self { worker: Worker::start(&Role::Prober(config))?, name };
-        probe.worker.ask(&Order::Attach)?;
-        bench.daemon.wait_for_vm(&probe.name)?;
+        let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
+        let mut probe = Self { worker: Worker::start(&Role::Prober(backing))?, name };
         probe.worker.ask(&Order::Fill)?;
+        bench.daemon.wait_for_vm(&probe.name)?;
         let api = bench.daemon.api();
         api.set_limit(&probe.name, Some(RAM / 2))?;
-        let start = Instant::now();
-        while api.vm(&probe.name)?.resident_bytes > RAM / 2 + MIB {
-            ensure!(start.elapsed() < SQUEEZE, "the prober's pages do not go");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        until("the prober's pages do not go", SQUEEZE, || {
+            Ok((api.vm(&probe.name)?.resident_bytes <= RAM / 2 + MIB).then_some(()))
+        })?;
         Ok(probe)
     }
 

@@ -59,7 +59,6 @@ impl Row {
         row
     }
 
-    /// Its title.
     pub(crate) fn title(&self) -> &str {
         &self.title
     }
@@ -73,6 +72,11 @@ impl Row {
     pub fn figure(&mut self, key: &str, values: &[f64]) {
         let figure = Spread::of(values).map(|spread| Figure { spread, aa_pct: aa_noise_pct(values), ci95: None });
         self.figures.push((key.to_owned(), figure));
+    }
+
+    /// Add a figure of each of these.
+    pub(crate) fn figure_of<T>(&mut self, key: &str, all: &[T], figure: impl Fn(&T) -> f64) {
+        self.figure(key, &all.iter().map(figure).collect::<Vec<_>>());
     }
 
     /// Add all of these under their keys.
@@ -197,13 +201,5 @@ mod tests {
         let json = row.json(&Value::Null);
         assert_eq!((&json["c_pct"], &json["c_pct_aa_pct"]), (&json!(0.0), &Value::Null));
         assert!(json["c_pct_ci95_low"].as_f64() < json["c_pct_ci95_high"].as_f64(), "{json}");
-    }
-
-    #[test]
-    fn four_digits_are_kept_whatever_the_size() {
-        assert_eq!(rounded(123_456.7), json!(123_500.0));
-        assert_eq!(rounded(0.012_345_6), json!(0.01235));
-        assert_eq!(rounded(-1.23456), json!(-1.235));
-        assert_eq!(rounded(0.0), json!(0.0));
     }
 }

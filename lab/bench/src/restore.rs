@@ -11,7 +11,7 @@ use crate::order::{Data, GuestKind, Pace, Touched};
 use crate::report::{Row, rounded};
 use crate::rig::Bench;
 use crate::subject::{Side, Way, out, touch};
-use crate::{machine, swaps};
+use crate::zram;
 
 const WAYS: [Way; 5] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor, Way::Near];
 
@@ -121,9 +121,7 @@ fn memory(bench: &mut Bench, sides: &mut [Side], row: &mut Row) -> Result<()> {
                         row.fact(&format!("stage_{name}_us_p50"), rounded(stage.p50_us));
                         row.fact(&format!("stage_{name}_us_p99"), rounded(stage.p99_us));
                     }
-                    row.fact("stages_watched", queue.count);
                 }
-                row.fact("engine_rss_anon_bytes", machine::rss_anon(bench.engine_pid()?)?);
                 out(bench, &mut side.guests)?;
                 let stat = bench.daemon.api().vm(side.guests[0].name())?;
                 let pages = (stat.far_bytes / ballast_base::PAGE_SIZE as u64).max(1);
@@ -132,9 +130,9 @@ fn memory(bench: &mut Bench, sides: &mut [Side], row: &mut Row) -> Result<()> {
             Way::Kernel => {
                 out(bench, &mut side.guests)?;
                 if let Ok(device) = &bench.kernel {
-                    let (bytes, algorithm) = swaps::used(device)?;
+                    let (bytes, algorithm) = zram::used(device)?;
                     row.fact("kernel_compression", algorithm);
-                    row.fact("zram_bytes_per_page", bytes / swaps::used_pages()?.max(1));
+                    row.fact("zram_bytes_per_page", bytes / zram::used_pages()?.max(1));
                 }
             }
             Way::Plain | Way::Near | Way::Floor => {}

@@ -1,18 +1,23 @@
 //! The equipment of every bench: its daemon, the kernel's swap, the guard that restores the machine, and the next name.
 //!
 //! Before: `lib` knows which bench runs, and the settings and swap that it needs. After: a bench starts guests.
-//! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so the guard restores the machine last.
+//! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so guard and swap restore the machine
+//! last.
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use ballast_testhost::Daemon;
+use ballast_testkit::swap::Swap;
 
 use crate::cpu::Stay;
 use crate::guard::Guard;
 use crate::options::{Options, Which};
 use crate::progress::Progress;
 use crate::report::Row;
+
+/// Size of the kernel's swap; memory is used as pages arrive.
+const SWAP: &str = "8G";
 
 /// Everything a bench runs with. Fields are dropped in this order.
 #[derive(Debug)]
@@ -24,6 +29,7 @@ pub(crate) struct Bench {
     names: u32,
     pub(crate) progress: Progress,
     pub(crate) guard: Guard,
+    _swap: Option<Swap>,
     _one_cpu: Option<Stay>,
 }
 
@@ -37,11 +43,9 @@ impl Bench {
         let daemon = Daemon::with_settings(settings)?;
         guard.remove_dir(daemon.dir().to_owned())?;
         guard.end_process(daemon.keeper_pid())?;
-        let kernel = match swap {
-            false => Err(String::new()),
-            true => guard.swap().map_err(|error| format!("{error:#}")),
-        };
-        Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })
+        let swap = if swap { Swap::only(SWAP) } else { Err(String::new()) };
+        let kernel = swap.as_ref().map(|swap| swap.device().to_owned()).map_err(String::clone);
+        Ok(Self { options, daemon, kernel, names: 0, progress, guard, _swap: swap.ok(), _one_cpu: one_cpu })
     }
 
     /// Run `work` with a daemon that has other settings, instead of the bench's own.

@@ -10,10 +10,9 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 
-use crate::density::Reader;
 use crate::guest::Guest;
 use crate::helper::obey;
-use crate::order::{Answer, Order, Role};
+use crate::order::{Order, Role};
 use crate::probe::Prober;
 use crate::workload::Runner;
 use crate::{adopt, guard, plain};
@@ -36,18 +35,8 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             let mut guest = Guest::new(config)?;
             obey(|order| guest.obey(order))
         }
-        Role::Reader(config) => {
-            let mut reader = Reader::new(config)?;
-            obey(|order| match order {
-                Order::Attach => reader.attach(),
-                Order::Fill => reader.fill(),
-                Order::Read { from_ns, until_ns } => reader.read(from_ns, until_ns).map(Answer::Read),
-                Order::Verify => reader.verify(),
-                other => bail!("a reader cannot do {other:?}"),
-            })
-        }
-        Role::Prober(config) => {
-            let mut prober = Prober::new(config)?;
+        Role::Prober(backing) => {
+            let mut prober = Prober::new(backing)?;
             obey(|order| prober.obey(&order))
         }
         Role::Workload(config) => {

@@ -1,15 +1,14 @@
-//! Several VMs at once: the gain of a second one, and ten that are over their limits and then touch their far pages.
+//! Ten VMs at once that are over their limits and then touch their far pages; and the memory of the engine.
 //!
 //! Before: guests of each way hold their data, the kernel's in cgroups of their own. After: a row has the throughput of
-//! two over that of one, and another one the throughput of ten and the waits of each.
-//! Threads: the bench's one. Units: pages per second of all; microseconds per touch.
-//! Promise: one and two take turns, from the same state, and so do the ways.
+//! ten and the waits of each.
+//! Threads: the bench's one. Units: pages per second of all; microseconds per touch. Promise: the ways take turns.
 
 use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::order::{Data, GuestKind, Pace};
+use crate::order::{Data, Pace};
 use crate::overhead;
 use crate::reclaim::rate;
 use crate::report::Row;
@@ -17,7 +16,6 @@ use crate::rig::Bench;
 use crate::stats::median;
 use crate::subject::{Subject, Way, out, touch};
 
-/// VMs of the second row.
 const VMS: usize = 10;
 
 /// What some guests did at the same time.
@@ -44,47 +42,6 @@ fn together(bench: &mut Bench, guests: &mut [Subject], seed: u64) -> Result<Toge
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (pages, repetitions) = match (bench.options.quick, bench.options.is(GuestKind::Kvm)) {
-        (true, _) => (8192, 2),
-        (false, false) => (24_576, 6),
-        (false, true) => (16_384, 2),
-    };
-    let data = Data::HalfCompressible;
-    let mut row = bench.row("two VMs at once against one");
-    row.fact("data", data.name());
-    row.fact("pages", pages);
-    row.fact("repetitions", repetitions);
-    let mut sides = bench.sides(&[Way::Ballast, Way::Kernel], &[pages; 2], data, &mut row)?;
-    bench.by_turns(&mut sides, repetitions, |bench, side, round| {
-        for turn in 0..2 {
-            let (guests, keys) = match (turn + round) % 2 {
-                0 => (&mut side.guests[..1], ["reclaim_1", "restore_1", "p99_1"]),
-                _ => (&mut side.guests[..], ["reclaim_2", "restore_2", "p99_2"]),
-            };
-            let of = together(bench, guests, round)?;
-            let values = [of.reclaim, of.restore, of.worst_p99];
-            keys.into_iter().zip(values).for_each(|(key, value)| side.figures.add(key, value));
-        }
-        Ok(())
-    })?;
-    for (side, prefix, out, back) in
-        [(&sides[0], "", "reclaim", "restore"), (&sides[1], "kernel_", "kernel_pageout", "kernel_swapin")]
-    {
-        let of = |key: &str| side.figures.of(key);
-        row.ratio(&format!("{prefix}scale_2_threads"), of("reclaim_2"), of("reclaim_1"));
-        row.ratio(&format!("{prefix}scale_2_threads_restore"), of("restore_2"), of("restore_1"));
-        for vms in ["1", "2"] {
-            row.figure(&format!("{out}_{vms}_pages_per_s"), of(&format!("reclaim_{vms}")));
-            row.figure(&format!("{back}_{vms}_pages_per_s"), of(&format!("restore_{vms}")));
-            row.figure(&format!("{back}_{vms}_us_p99"), of(&format!("p99_{vms}")));
-        }
-    }
-    drop(sides);
-    if !bench.options.is(GuestKind::Native) {
-        row.because("ten VMs at once, and the engine's memory: measured with native guests (--guest native)");
-        return each(row);
-    }
-    each(row)?;
     ten(bench, each)?;
     overhead::run(bench, each)
 }

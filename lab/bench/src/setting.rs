@@ -33,16 +33,6 @@ impl Setting {
         fs::write(&path, value).with_context(|| format!("Writing {value:?} to {}", path.display()))?;
         Ok(Some(Self { path, before }))
     }
-
-    /// A setting that another bench changed and, because it was killed, did not restore.
-    pub fn changed(path: PathBuf, before: String) -> Self {
-        Self { path, before }
-    }
-
-    /// Its path and its old value.
-    pub fn before(&self) -> (&Path, &str) {
-        (&self.path, &self.before)
-    }
 }
 
 impl Drop for Setting {
@@ -54,7 +44,6 @@ impl Drop for Setting {
     }
 }
 
-/// The text of a file of the kernel.
 pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))
 }

@@ -73,7 +73,8 @@ struct Guest {
 impl Guest {
     fn boot(bench: &mut Bench, is_ksm: bool) -> Result<Self> {
         let name = (!is_ksm).then(|| bench.vm_name());
-        let prefix = words_before(name.as_deref().map(|name| (&*bench, name, &[][..])))?;
+        let run = name.as_ref().map_or(Ok(Vec::new()), |name| bench.daemon.run_words(name, &[]))?;
+        let prefix = words_before(run)?;
         // Without Ballast its RAM is private, and QEMU asks for merges.
         let builder = QemuGuest::builder().name("bench").memory(MEMORY).shared_memory(name.is_some());
         let mut qemu = builder.prefix(prefix).spawn()?;

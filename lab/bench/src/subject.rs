@@ -43,22 +43,18 @@ pub enum Way {
 }
 
 impl Way {
-    /// Is it the product?
     pub fn is_ours(self) -> bool {
         self == Self::Ballast
     }
 }
 
-/// A guest.
 #[derive(Debug)]
 pub struct Subject {
-    /// The way by which its pages go out.
     pub way: Way,
     config: GuestConfig,
     worker: Option<Worker>,
     /// Guest RAM, to read its size.
     ram: Option<File>,
-    /// Its cgroup, on the kernel's side.
     cgroup: Option<std::path::PathBuf>,
     /// Its name, on Ballast's side.
     name: String,
@@ -83,7 +79,9 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data };
+        // A limit can be above the data and below RAM.
+        let ram_bytes = PageCount(2 * pages).bytes().0;
+        let config = GuestConfig { backing, kind: bench.options.guest, ram_bytes, pages, data, number: 0 };
         let mut subject = Self { way, config, worker: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
@@ -131,7 +129,6 @@ impl Subject {
         Ok(())
     }
 
-    /// Its cgroup, on the kernel's side.
     pub fn cgroup(&self) -> Option<&std::path::Path> {
         self.cgroup.as_deref()
     }

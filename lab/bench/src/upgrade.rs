@@ -9,13 +9,14 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
 use ballast_base::units::MIB;
 use ballast_sys::clock::monotonic_ns;
 use ballast_sys::{Uffd, program};
+use ballast_testhost::until;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::density::fleet::{Fleet, Side, Turn};
@@ -42,8 +43,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let next = std::env::var_os("BALLAST_NEXT").map_or_else(|| own.clone(), PathBuf::from);
     row.fact("two_builds", next != own);
     let mut fleet = Fleet::start(bench, Side::Ballast, vms, ram_bytes)?;
-    fleet.attach(bench)?;
-    fleet.fill()?;
+    fleet.fill(bench)?;
     fleet.limit(bench)?;
     fleet.squeezed(bench)?;
     let (mut steady, mut under): (Vec<Turn>, Vec<(Turn, UpgradeStat)>) = Default::default();
@@ -83,27 +83,25 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             slices.push(window.of(turn));
         }
     }
-    let us = |turn: &Turn| turn.worst_ms * 1e3;
-    let steady_of = |figure: fn(&Turn) -> f64| steady.iter().map(figure).collect::<Vec<_>>();
-    let of = |figure: &dyn Fn(&(Turn, UpgradeStat)) -> f64| under.iter().map(figure).collect::<Vec<_>>();
-    row.figure("steady_fault_us_p99", &steady_of(|turn| turn.p99_us));
-    row.figure("upgrade_fault_us_p99", &of(&|(turn, _)| turn.p99_us));
-    row.figure("steady_fault_us_longest", &steady.iter().map(us).collect::<Vec<_>>());
-    row.figure("upgrade_fault_us_longest", &of(&|(turn, _)| us(turn)));
+    row.figure_of("steady_fault_us_p99", &steady, |turn| turn.p99_us);
+    row.figure_of("upgrade_fault_us_p99", &under, |(turn, _)| turn.p99_us);
+    row.figure_of("steady_fault_us_longest", &steady, |turn| turn.worst_ms * 1e3);
+    row.figure_of("upgrade_fault_us_longest", &under, |(turn, _)| turn.worst_ms * 1e3);
     for (when, slices) in ["steady", "upgrade", "steady_again"].into_iter().zip(&probed) {
-        let of = |figure: fn(&Slice) -> u64| slices.iter().map(|slice| figure(slice) as f64 / 1e3).collect::<Vec<_>>();
-        row.figure(&format!("{when}_probe_us_p99"), &of(|slice| slice.faults.percentile_ns(0.99)));
-        row.figure(&format!("{when}_probe_us_p999"), &of(|slice| slice.faults.percentile_ns(0.999)));
-        row.figure(&format!("{when}_probe_us_longest"), &of(|slice| slice.faults.worst_ns()));
-        row.figure(&format!("{when}_probe_unserved_us_longest"), &of(|slice| slice.gaps.worst_ns()));
+        let mut us = |key: &str, ns: fn(&Slice) -> u64| {
+            row.figure_of(&format!("{when}_probe_{key}"), slices, |slice| ns(slice) as f64 / 1e3);
+        };
+        us("us_p99", |slice| slice.faults.percentile_ns(0.99));
+        us("us_p999", |slice| slice.faults.percentile_ns(0.999));
+        us("us_longest", |slice| slice.faults.worst_ns());
+        us("unserved_us_longest", |slice| slice.gaps.worst_ns());
     }
-    let worst_us = |slice: &Slice| slice.gaps.worst_ns() as f64 / 1e3;
-    row.figure("upgrade_computing_us_longest", &computed.iter().map(worst_us).collect::<Vec<_>>());
+    row.figure_of("upgrade_computing_us_longest", &computed, |slice| slice.gaps.worst_ns() as f64 / 1e3);
     row.fact("probe_faults", touches);
     row.fact("probe_windows_cut", cut);
-    row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
-    row.figure("upgrade_switch_us", &of(&|(_, stat)| stat.longest_switch_us as f64));
-    row.figure("upgrade_ms", &of(&|(_, stat)| stat.took_us as f64 / 1e3));
+    row.figure_of("upgrade_gap_us", &under, |(_, stat)| stat.longest_gap_us as f64);
+    row.figure_of("upgrade_switch_us", &under, |(_, stat)| stat.longest_switch_us as f64);
+    row.figure_of("upgrade_ms", &under, |(_, stat)| stat.took_us as f64 / 1e3);
     let second = second_reader().context("Becoming one more reader of a userfaultfd")?;
     row.fact("second_reader_us_p50", second.percentile_ns(0.5) as f64 / 1e3);
     row.fact("second_reader_us_p99", second.percentile_ns(0.99) as f64 / 1e3);
@@ -148,14 +146,12 @@ fn second_reader() -> Result<Waits> {
 fn upgrade(socket: &Path, program: String) -> Result<UpgradeStat> {
     let client = Client::new(socket)?.retry_for(LONGEST);
     client.begin_upgrade(&UpgradeRequest { program: Some(program) })?;
-    let begun = Instant::now();
-    loop {
+    until("the upgrade does not end", LONGEST, || {
         let now = client.upgrade()?;
         match now.stage {
-            UpgradeStage::Done => return Ok(now),
+            UpgradeStage::Done => Ok(Some(now)),
             UpgradeStage::Failed => bail!("the upgrade failed: {}", now.message),
-            _ => ensure!(begun.elapsed() < LONGEST, "the upgrade does not end: {now:?}"),
+            _ => Ok(None),
         }
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    })
 }

@@ -12,19 +12,19 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use ballast_base::PageCount;
-use ballast_testvm::{GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload};
+use ballast_testvm::{GuestKind, GuestRam, Moment, Outcome, Spec, Vm, Workload};
 
 use crate::cpu;
 use crate::order::{Data, GuestConfig, Out, Touched};
 use crate::pager::{Pager, holes};
 use crate::stats::Summary;
-use crate::swaps;
+use crate::zram;
 
 pub(crate) struct Vcpu {
     vm: Arc<Vm>,
     pager: Pager,
     go: Sender<()>,
-    thread: Option<JoinHandle<Result<Outcome, ballast_testvm::Error>>>,
+    thread: Option<JoinHandle<Result<Outcome>>>,
 }
 
 impl Vcpu {
@@ -32,10 +32,8 @@ impl Vcpu {
     pub(crate) fn start(config: &GuestConfig) -> Result<Self> {
         let mut spec = Spec::new(Workload::Sequential, PageCount(config.pages).bytes());
         spec.ops = config.pages;
-        spec.placement = Placement::Scattered;
         spec.half_compressible = config.data == Data::HalfCompressible;
         spec.latency = true;
-        spec.report_every = u64::MAX;
         let vm = Arc::new(Vm::new(&spec, GuestKind::Kvm)?);
         let pager = Pager::attach(&config.backing, vm.ram())?;
         let ((go, wait), (filled, is_filled)) = (channel(), channel());
@@ -73,7 +71,7 @@ impl Vcpu {
         let pages = match self.pager {
             Pager::Floor => pages,
             // The kernel does not show swapped pages of a memory file as holes; the swap is ours alone.
-            Pager::Kernel => swaps::used_pages()?.min(pages),
+            Pager::Kernel => zram::used_pages()?.min(pages),
             _ => holes(self.vm.ram().memfd(), pages)?.len() as u64,
         };
         Ok(Out { pages, wall_us, cpu_us, ..Out::default() })
@@ -88,7 +86,7 @@ impl Vcpu {
 
     fn end(mut self) -> Result<Outcome> {
         let thread = self.thread.take().context("the vCPU has ended")?;
-        Ok(thread.join().map_err(|_| anyhow!("the vCPU thread panicked"))??)
+        thread.join().map_err(|_| anyhow!("the vCPU thread panicked"))?
     }
 }
 

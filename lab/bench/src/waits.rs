@@ -8,12 +8,9 @@ use serde::{Deserialize, Serialize};
 /// Classes for each doubling of the length.
 const PER_DOUBLING: u64 = 32;
 
-/// Counts of lengths.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Waits {
-    /// By class.
     counts: Vec<u64>,
-    /// The longest.
     worst_ns: u64,
 }
 
@@ -33,7 +30,6 @@ fn most(class: u64) -> u64 {
 }
 
 impl Waits {
-    /// Count a length.
     pub(crate) fn add(&mut self, ns: u64) {
         let class = class(ns);
         if self.counts.len() <= class {
@@ -52,7 +48,6 @@ impl Waits {
         self.worst_ns = self.worst_ns.max(other.worst_ns);
     }
 
-    /// The longest.
     pub(crate) fn worst_ns(&self) -> u64 {
         self.worst_ns
     }

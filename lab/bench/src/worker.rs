@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::order::{Answer, Order, Role};
 
@@ -27,7 +28,6 @@ fn command_of(program: &Path, role: &Role) -> Result<Command> {
     Ok(command)
 }
 
-/// A running helper.
 #[derive(Debug)]
 pub struct Worker {
     child: Child,
@@ -39,7 +39,6 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Start a helper.
     pub fn start(role: &Role) -> Result<Self> {
         Self::run(role, command(role)?)
     }
@@ -61,9 +60,14 @@ impl Worker {
         Ok(Self { child, orders, answers: BufReader::new(answers), is_guard })
     }
 
-    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Stop or continue it.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_raw(self.pid().cast_signed()).context("a helper has no process id")?;
+        kill_process(pid, signal).context("Stopping or continuing a helper")
     }
 
     /// Give an order; [`Worker::answer`] must follow.

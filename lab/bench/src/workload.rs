@@ -48,7 +48,7 @@ impl Runner {
             return Ok(vm.clone());
         }
         let mut spec = self.config.spec.clone();
-        (spec.ops, spec.report_every) = (u64::MAX, u64::MAX);
+        spec.ops = u64::MAX;
         Ok(self.vm.insert(Arc::new(Vm::new(&spec, self.config.kind)?)).clone())
     }
 
@@ -66,7 +66,7 @@ impl Runner {
                     _ => Ok(()),
                 };
             });
-            let _ = end.send(outcome.map_or_else(|error| error.to_string(), |_| "it ended".into()));
+            let _ = end.send(outcome.map_or_else(|error| format!("{error:#}"), |_| "it ended".into()));
         })?;
         if is_filled.recv().is_err() {
             bail!("the workload VM ended: {}", ended.recv().unwrap_or_default());

@@ -40,12 +40,6 @@ fn machine() -> String {
     settings + &names.collect::<Vec<_>>().join(" ")
 }
 
-/// The machine before a bench, after the changes of one that was killed together with its guard are put back.
-fn machine_before() -> String {
-    ballast_bench::put_back_leftovers().expect("put back");
-    machine()
-}
-
 /// The rows of a bench with `--quick`.
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let dir = tempfile::tempdir().expect("a directory");
@@ -84,7 +78,7 @@ fn real_runs_redis_on_both_sides_and_finds_every_byte() {
     if let Some(why) = ballast_realmem::server::missing(protocol) {
         return skip("real-programs", why);
     }
-    let before = machine_before();
+    let before = machine();
     let rows = rows(&["real"]);
     assert_eq!(machine(), before);
     let [row] = &rows[..] else { panic!("one row, not {rows:?}") };
@@ -97,13 +91,12 @@ fn real_runs_redis_on_both_sides_and_finds_every_byte() {
     assert_eq!([&row["real_wrong_bytes"], &row["real_wrong_bytes_kernel"]], [0.0, 0.0], "{row}");
 }
 
-/// Assert that the row has this figure of one repetition.
 #[test]
 fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
     if no_bench() {
         return;
     }
-    let before = machine_before();
+    let before = machine();
     let rows = rows(&["restore"]);
     let data: Vec<&str> = rows.iter().filter_map(|row| row["data"].as_str()).collect();
     assert_eq!(data, ["half_compressible", "incompressible"]);
@@ -128,7 +121,7 @@ fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
     if no_bench() {
         return;
     }
-    let before = machine_before();
+    let before = machine();
     let mut bench = Command::new(BENCH)
         .args(["bench", "reclaim", "--json"])
         .stdout(Stdio::piped())

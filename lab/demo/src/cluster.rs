@@ -10,6 +10,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use ballast_api::VmStat;
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
+use ballast_testhost::until;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 use serde::Serialize;
@@ -60,7 +61,7 @@ pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
     let keys = (args.data.0 as usize / VALUE).max(1);
     say(&format!("loading {} into it from the host: {keys} keys of {VALUE} bytes", args.data));
     guests[0].data = Dataset::new(keys, VALUE, 1);
-    each(&mut guests, |guest| Ok(load::load(guest.qemu.redis_addr(), &guest.data).map(|_| ())?))?;
+    each(&mut guests, |guest| load::load(guest.qemu.redis_addr(), &guest.data))?;
     let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
     let before_ops = throughput(&mut guests, &mix)?[0];
     let before = host.stats(&guests)?.remove(0);
@@ -82,7 +83,7 @@ pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
     killed.map_err(|_| anyhow!("the killer panicked"))?;
     let killed_ops = ops?[0];
     say("its replica has taken over; reading back every key and comparing every byte");
-    let verified = each(&mut guests, |guest| Ok(load::verify(guest.qemu.redis_addr(), &guest.data)?))?.remove(0);
+    let verified = each(&mut guests, |guest| load::verify(guest.qemu.redis_addr(), &guest.data))?.remove(0);
     let after_ops = throughput(&mut guests, &mix)?[0];
     let end = host.stats(&guests)?.remove(0);
     let report = Report {
@@ -108,16 +109,10 @@ pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
 
 /// Wait until most far pages are in the cluster alone.
 fn wait_until_there(host: &Host, name: &str) -> Result<VmStat> {
-    let begun = Instant::now();
-    loop {
-        let stat = host.api().vm(name)?;
-        if stat.far_remote_bytes > 0 && stat.far_remote_bytes * 10 >= stat.far_bytes * 8 {
-            return Ok(stat);
-        }
-        let (there, far) = (Bytes(stat.far_remote_bytes), Bytes(stat.far_bytes));
-        ensure!(begun.elapsed() < LIMIT_TIMEOUT, "only {there} of {far} far are in the cluster");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    until("most far pages are not in the cluster", LIMIT_TIMEOUT, || {
+        let is_there = |stat: &VmStat| stat.far_remote_bytes > 0 && stat.far_remote_bytes * 10 >= stat.far_bytes * 8;
+        Ok(Some(host.api().vm(name)?).filter(is_there))
+    })
 }
 
 impl Report {

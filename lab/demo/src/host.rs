@@ -4,15 +4,13 @@
 //! Threads: the demo's one. Units: bytes and seconds. Promise: the service and its guests end with this process.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ballast_api::{AdoptRequest, Client, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::KIB;
-use ballast_sys::program;
-use ballast_testhost::Daemon;
+use ballast_testhost::{Daemon, until};
 use ballast_testvm::qemu::QemuGuest;
 use ballast_testvm::qemu::load::Dataset;
 
@@ -54,38 +52,20 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// The demo's ballastd, and the program that starts guests.
-pub(crate) struct Host {
-    daemon: Daemon,
-    ballast: PathBuf,
-}
+/// The demo's ballastd.
+pub(crate) struct Host(Daemon);
 
 impl Host {
-    pub(crate) fn start() -> Result<Self> {
-        Self::with_settings("")
-    }
-
     pub(crate) fn with_settings(settings: &str) -> Result<Self> {
-        let ballast = program::find("ballast").context("Finding `ballast`, which starts the guests")?;
-        Ok(Self { daemon: Daemon::with_settings(settings)?, ballast })
+        Ok(Self(Daemon::with_settings(settings)?))
     }
 
     pub(crate) fn api(&self) -> &Client {
-        self.daemon.api()
+        self.0.api()
     }
 
     pub(crate) fn boot(&self, name: &str, memory: Bytes) -> Result<Guest> {
-        let attach = self.daemon.attach_socket();
-        let words = [
-            &*self.ballast.to_string_lossy(),
-            "run",
-            "--name",
-            name,
-            "--attach-socket",
-            &*attach.to_string_lossy(),
-            "--",
-        ]
-        .map(str::to_owned);
+        let words = self.0.run_words(name, &[])?;
         let qemu = QemuGuest::builder().name(name).memory(memory).prefix(words).spawn()?;
         Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
     }
@@ -107,17 +87,10 @@ impl Host {
     }
 
     pub(crate) fn wait_for_limits(&self, guests: &[Guest], limits: &[u64]) -> Result<()> {
-        let start = Instant::now();
-        loop {
+        until("the VMs are still over their limits", LIMIT_TIMEOUT, || {
             let stats = self.stats(guests)?;
-            if stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit) {
-                return Ok(());
-            }
-            if start.elapsed() > LIMIT_TIMEOUT {
-                bail!("after {} s the VMs are still over their limits", LIMIT_TIMEOUT.as_secs());
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
+            Ok(stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit).then_some(()))
+        })
     }
 
     /// Kill the engine, a child of the keeper. Returns its pid.

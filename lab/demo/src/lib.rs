@@ -55,7 +55,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     };
     // Dropped last: its pages must be back by then.
     let swap = Swap::new("4G");
-    let host = Host::start()?;
+    let host = Host::with_settings("")?;
     let keys = (args.data.0 as usize / VALUE).max(1);
 
     say("booting two unmodified Debian guests with Redis under `ballast run`");
@@ -75,7 +75,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     for (number, guest) in guests.iter_mut().enumerate() {
         guest.data = Dataset::new(keys, VALUE, 1 + number as u64);
     }
-    each(&mut guests, |guest| Ok(load::load(guest.qemu.redis_addr(), &guest.data).map(|_| ())?))?;
+    each(&mut guests, |guest| load::load(guest.qemu.redis_addr(), &guest.data))?;
 
     if let Some(plain) = guests.iter().find(|guest| guest.name == PLAIN) {
         host.adopt(plain)?;
@@ -119,7 +119,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     say(&format!("engine {killed_pid} was killed; engine {} serves on", successor.engine_pid));
 
     say("reading back every key and comparing every byte");
-    let verified = each(&mut guests, |guest| Ok(load::verify(guest.qemu.redis_addr(), &guest.data)?))?;
+    let verified = each(&mut guests, |guest| load::verify(guest.qemu.redis_addr(), &guest.data))?;
     let end = host.stats(&guests)?;
 
     say("removing the limits");

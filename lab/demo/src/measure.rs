@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use ballast_base::PageCount;
+use ballast_sys::meminfo;
 
 /// Memory as the host's kernel counts it, in bytes.
 pub struct HostMemory {
@@ -17,12 +18,7 @@ pub struct HostMemory {
 impl HostMemory {
     /// Read it from `/proc/meminfo` and `/proc/zoneinfo`.
     pub fn now() -> Result<Self> {
-        let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
-        let field = |key: &str| {
-            let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-            let kib = line.and_then(|rest| rest.split_ascii_whitespace().next()?.parse::<u64>().ok());
-            kib.map(|kib| kib * ballast_base::KIB).with_context(|| format!("/proc/meminfo has no {key}"))
-        };
+        let field = |key| meminfo::bytes(key).with_context(|| format!("/proc/meminfo has no {key}"));
         let zones = std::fs::read_to_string("/proc/zoneinfo").context("Reading /proc/zoneinfo")?;
         let listed = PageCount(on_cpu_lists(&zones)).bytes().0;
         Ok(Self { available: field("MemAvailable")? + listed, shmem: field("Shmem")?, zram: zram() })

@@ -7,11 +7,12 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ballast_testkit::program::Ends;
 
 use crate::load::{Window, clock_ns};
 use crate::server::{LIBRARY_MALLOC, Memory, command, programs};
@@ -22,43 +23,21 @@ const LONGEST: Duration = Duration::from_secs(600);
 const SHARED: [(&str, &str); 2] =
     [("unit.py", include_str!("../programs/unit.py")), ("kronecker.py", include_str!("../programs/kronecker.py"))];
 
-/// The program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// The 22 queries of TPC-H, scale factor 1, in DuckDB.
-    Tpch,
-    /// BFS and PageRank on a Kronecker graph of scale 21, by SciPy.
-    Graph,
-    /// Products of a tall matrix of 1 GiB, by OpenBLAS.
-    Dgemm,
-    /// k-means in mini-batches, 1 GiB of points, by scikit-learn.
-    Kmeans,
-    /// Triangles of a part of a Kronecker graph of scale 21, by SciPy.
-    Triangles,
-    /// Random updates of 1 GiB, nine of ten of them in a hot tenth.
-    Gups,
-    /// Lookups as XSBench makes them: a search in a sorted grid, then rows of a table of 1 GiB.
-    Lookups,
-}
-
-impl Kind {
-    fn text(self) -> &'static str {
-        match self {
-            Self::Tpch => include_str!("../programs/tpch.py"),
-            Self::Graph => include_str!("../programs/graph.py"),
-            Self::Dgemm => include_str!("../programs/dgemm.py"),
-            Self::Kmeans => include_str!("../programs/kmeans.py"),
-            Self::Triangles => include_str!("../programs/triangles.py"),
-            Self::Gups => include_str!("../programs/gups.py"),
-            Self::Lookups => include_str!("../programs/lookups.py"),
-        }
-    }
-}
+/// The programs by name, which `ballast bench real --help` describes.
+const PROGRAMS: [(&str, &str); 7] = [
+    ("tpch", include_str!("../programs/tpch.py")),
+    ("graph", include_str!("../programs/graph.py")),
+    ("dgemm", include_str!("../programs/dgemm.py")),
+    ("kmeans", include_str!("../programs/kmeans.py")),
+    ("triangles", include_str!("../programs/triangles.py")),
+    ("gups", include_str!("../programs/gups.py")),
+    ("lookups", include_str!("../programs/lookups.py")),
+];
 
 /// A running program.
 #[derive(Debug)]
 pub struct Batch {
-    child: Child,
+    child: Ends,
     lines: Receiver<String>,
     first: Option<String>,
     _dir: tempfile::TempDir,
@@ -72,10 +51,12 @@ pub fn missing() -> Option<String> {
 }
 
 impl Batch {
-    /// Starts a program, and waits for its first unit. `place` gets its process id before it has touched memory.
-    pub fn start(kind: Kind, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
+    /// Starts the program of this name, and waits for its first unit. `place` gets its process id before it has touched
+    /// memory.
+    pub fn start(name: &str, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
-        for (name, text) in SHARED.into_iter().chain([("program.py", kind.text())]) {
+        let (_, program) = PROGRAMS.iter().find(|(known, _)| *known == name).context("there is no such program")?;
+        for (name, text) in SHARED.into_iter().chain([("program.py", *program)]) {
             fs::write(dir.path().join(name), text).with_context(|| format!("Writing {name}"))?;
         }
         let python =
@@ -83,21 +64,21 @@ impl Batch {
         let mut command = command(&python, dir.path(), memory, LIBRARY_MALLOC)?;
         command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
         command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1").stdout(Stdio::piped());
-        let mut child = command.spawn().with_context(|| format!("Starting {} for {kind:?}", python.display()))?;
+        let mut child = command.spawn().with_context(|| format!("Starting {} for {name}", python.display()))?;
         let out = child.stdout.take().context("the output was piped")?;
         let (send, lines) = channel();
         std::thread::spawn(move || {
             BufReader::new(out).lines().map_while(Result::ok).try_for_each(|line| send.send(line))
         });
-        let mut batch = Self { child, lines, first: None, _dir: dir };
-        place(batch.child.id())?;
+        let mut batch = Self { child: Ends(child), lines, first: None, _dir: dir };
+        place(batch.pid())?;
         batch.unit()?;
         Ok(batch)
     }
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Waits for the units that end in this time, and for the one under way then.
@@ -121,19 +102,12 @@ impl Batch {
         let line = match self.lines.recv_timeout(LONGEST) {
             Ok(line) => line,
             Err(RecvTimeoutError::Timeout) => bail!("the program did no unit of work in {} s", LONGEST.as_secs()),
-            Err(RecvTimeoutError::Disconnected) => bail!("the program ended ({:?})", self.child.wait()),
+            Err(RecvTimeoutError::Disconnected) => bail!("the program ended ({:?})", self.child.0.wait()),
         };
         let mut words = line.split(' ').skip(1);
         let took = words.next().and_then(|word| word.parse().ok());
         let (Some(took), Some(checksum)) = (took, words.next()) else { bail!("the program wrote {line:?}") };
         let first = self.first.get_or_insert_with(|| checksum.to_owned());
         Ok((took, first == checksum))
-    }
-}
-
-impl Drop for Batch {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

@@ -7,10 +7,11 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ballast_testkit::program::Ends;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::protocol::Protocol;
@@ -52,7 +53,7 @@ pub enum Memory {
 /// A running server.
 #[derive(Debug)]
 pub struct Server {
-    child: Child,
+    child: Ends,
     socket: PathBuf,
     _dir: tempfile::TempDir,
 }
@@ -97,7 +98,7 @@ impl Server {
             }
         }
         let child = command.spawn().with_context(|| format!("Starting {}", program_of(protocol)))?;
-        let mut server = Self { child, socket, _dir: dir };
+        let mut server = Self { child: Ends(child), socket, _dir: dir };
         place(server.pid())?;
         server.wait()?;
         Ok(server)
@@ -105,7 +106,7 @@ impl Server {
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Connects to it.
@@ -116,7 +117,7 @@ impl Server {
     fn wait(&mut self) -> Result<()> {
         let start = Instant::now();
         while UnixStream::connect(&self.socket).is_err() {
-            if let Some(status) = self.child.try_wait().context("Reading the status of the server")? {
+            if let Some(status) = self.child.0.try_wait().context("Reading the status of the server")? {
                 bail!("the server ended at once ({status})");
             }
             if start.elapsed() > START {
@@ -125,13 +126,6 @@ impl Server {
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

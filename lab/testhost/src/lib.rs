@@ -12,6 +12,21 @@ use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Client;
 use ballast_sys::program;
 
+/// Ask again and again until there is something; an error after this time.
+pub fn until<T>(what: &str, timeout: Duration, mut find: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = find()? {
+            return Ok(found);
+        }
+        ensure!(start.elapsed() < timeout, "after {timeout:?}: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Time that the daemon may take for a small thing.
+const SOON: Duration = Duration::from_secs(10);
+
 /// A running daemon.
 #[derive(Debug)]
 pub struct Daemon {
@@ -21,11 +36,6 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start `ballastd` with default settings.
-    pub fn start() -> Result<Self> {
-        Self::with_settings("")
-    }
-
     /// Start `ballastd` with these settings, in TOML.
     pub fn with_settings(settings: &str) -> Result<Self> {
         let ballastd = find()?;
@@ -34,14 +44,12 @@ impl Daemon {
         let keeper = spawn_keeper(&ballastd, dir.path())?;
         let api = Client::new(dir.path().join("api.sock"))?.retry_for(Duration::from_secs(20));
         let mut daemon = Self { dir, keeper, api };
-        let start = Instant::now();
-        while !daemon.api_socket().exists() {
+        until("ballastd does not open its API socket", SOON, || {
             if let Some(status) = daemon.keeper.try_wait().context("Reading the status of ballastd")? {
                 bail!("ballastd ended at once ({status}):\n{}", daemon.log());
             }
-            ensure!(start.elapsed() < Duration::from_secs(10), "ballastd does not open its API socket");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            Ok(daemon.dir().join("api.sock").exists().then_some(()))
+        })?;
         daemon.api.host().context("Waiting for ballastd to answer")?;
         Ok(daemon)
     }
@@ -65,27 +73,17 @@ impl Daemon {
 
     /// Wait until the API lists a VM. The reply to an attach comes shortly before that.
     pub fn wait_for_vm(&self, name: &str) -> Result<()> {
-        let start = Instant::now();
-        loop {
-            match self.api.vm(name) {
-                Err(error) if error.is_no_such_vm() && start.elapsed() < Duration::from_secs(10) => {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                answer => return answer.map(drop).with_context(|| format!("Waiting for the VM {name}")),
-            }
-        }
+        until(&format!("the API does not list the VM {name}"), SOON, || match self.api.vm(name) {
+            Err(error) if error.is_no_such_vm() => Ok(None),
+            answer => answer.map(|_| Some(())).with_context(|| format!("Waiting for the VM {name}")),
+        })
     }
 
     /// Wait until the API no longer lists a VM. Its process ends shortly before that.
     pub fn wait_until_gone(&self, name: &str) -> Result<()> {
-        let start = Instant::now();
-        loop {
-            match self.api.vm(name) {
-                Err(error) if error.is_no_such_vm() => return Ok(()),
-                _ => ensure!(start.elapsed() < Duration::from_secs(10), "the API still lists the VM {name}"),
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until(&format!("the API still lists the VM {name}"), SOON, || {
+            Ok(self.api.vm(name).is_err_and(|error| error.is_no_such_vm()).then_some(()))
+        })
     }
 
     /// The directory of sockets and log.
@@ -98,8 +96,12 @@ impl Daemon {
         self.dir().join("attach.sock")
     }
 
-    fn api_socket(&self) -> PathBuf {
-        self.dir().join("api.sock")
+    /// The words before those of a QEMU that becomes a VM of this name, by `ballast run` with these options.
+    pub fn run_words(&self, name: &str, options: &[&str]) -> Result<Vec<String>> {
+        let ballast = program::find("ballast").context("Finding what starts QEMU")?;
+        let [ballast, socket] = [ballast, self.attach_socket()].map(|path| path.to_string_lossy().into_owned());
+        let words = [&[&ballast, "run"], options, &["--name", name, "--attach-socket", &socket, "--"]];
+        Ok(words.concat().into_iter().map(str::to_owned).collect())
     }
 
     /// The keeper's process id.

@@ -17,18 +17,12 @@ use crate::pages;
 
 /// Check every promise of a [`NearStore`]. `make` returns a new, empty store each time, with a budget of its own of 1
 /// to 64 MiB (the check of `Full` fills it).
-///
-/// # Panics
-/// If the store breaks a promise.
 pub fn run_near(make: &dyn Fn() -> Box<dyn NearStore>) {
     run(&|| make());
     a_page_is_known_by_its_form(&*make());
 }
 
 /// The same of a [`SlowStore`].
-///
-/// # Panics
-/// The same.
 pub fn run_slow(make: &dyn Fn() -> Box<dyn SlowStore>) {
     run(&|| make());
     a_page_that_was_begun_comes_back_or_is_busy(&*make());

@@ -104,11 +104,6 @@ impl Faults {
         self.lock().lose = n;
     }
 
-    /// Every get of this key returns `Absent`, until it is freed.
-    pub fn lose_page(&self, key: PageKey) {
-        self.lock().lost_keys.insert(key);
-    }
-
     /// The next `n` gets return `Corrupt`.
     pub fn corrupt(&self, n: u64) {
         self.lock().corrupt = n;
@@ -132,9 +127,6 @@ impl Faults {
     }
 
     /// Wait until at least `n` calls are waiting in a stall.
-    ///
-    /// # Panics
-    /// That does not happen within five minutes.
     pub fn wait_until_stalled(&self, n: usize) {
         let missing = |script: &mut Script| script.stalled < n;
         let waited = self.stall_changed.wait_timeout_while(self.lock(), Duration::from_mins(5), missing);
@@ -291,80 +283,11 @@ impl<S: SlowStore> SlowStore for FaultyStore<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{NullStore, pages};
-    use ballast_base::store::RegionKey;
-    use ballast_base::wire::VmId;
-    use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-
-    const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(3));
-
-    fn store_with_one_page() -> (FaultyStore<NullStore>, Arc<Faults>, Handle) {
-        let (store, faults) = FaultyStore::new(NullStore::new(Bytes(1 << 20)));
-        match store.put(KEY, &pages::half_compressible(1)) {
-            PutOutcome::Stored(handle) => (store, faults, handle),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn get(store: &dyn Store, handle: Handle) -> GetOutcome {
-        let mut out = [0; PAGE_SIZE];
-        let outcome = store.get(KEY, handle, &mut out, IoContext::GUEST);
-        assert_eq!(outcome == GetOutcome::Found, out == pages::half_compressible(1));
-        outcome
-    }
+    use crate::NullStore;
+    use ballast_base::Bytes;
 
     #[test]
     fn a_store_with_no_fault_set_passes_the_conformance_kit() {
         crate::conformance::run_near(&|| Box::new(FaultyStore::new(NullStore::new(Bytes(4 << 20))).0));
-    }
-
-    #[test]
-    fn each_fault_happens_as_often_as_it_was_ordered() {
-        let (store, faults, handle) = store_with_one_page();
-        faults.busy_gets(1);
-        assert_eq!(faults.refused(), (0, 0));
-        faults.corrupt(2);
-        assert_eq!([(); 4].map(|()| get(&store, handle)), {
-            use GetOutcome::{Busy, Corrupt, Found};
-            [Busy, Corrupt, Corrupt, Found]
-        });
-        assert_eq!(faults.refused(), (1, 1));
-        faults.busy_puts(1);
-        faults.fail_puts(Some(PutFault::Full));
-        assert_eq!([(); 3].map(|()| store.put(KEY, &[0; PAGE_SIZE])), {
-            use PutOutcome::{Busy, Full};
-            [Busy, Full, Full]
-        });
-        assert_eq!(store.usage().pages, 1, "a failed put keeps nothing");
-        assert_eq!(faults.calls(), Calls { puts: 4, gets: 4, ..Calls::default() });
-    }
-
-    #[test]
-    fn a_lost_page_stays_lost_until_it_is_freed_and_put_again() {
-        let (store, faults, handle) = store_with_one_page();
-        faults.lose(1);
-        assert_eq!(get(&store, handle), GetOutcome::Absent);
-        assert_eq!(get(&store, handle), GetOutcome::Absent);
-        store.free(KEY, handle);
-        let PutOutcome::Stored(again) = store.put(KEY, &pages::half_compressible(1)) else { panic!("not stored") };
-        assert_eq!(get(&store, again), GetOutcome::Found);
-        faults.lose_page(KEY);
-        assert_eq!(get(&store, again), GetOutcome::Absent);
-    }
-
-    #[test]
-    fn a_stalled_get_waits_for_the_release_and_then_answers() {
-        let (store, faults, handle) = store_with_one_page();
-        faults.stall_gets();
-        std::thread::scope(|scope| {
-            let first = scope.spawn(|| get(&store, handle));
-            let second = scope.spawn(|| get(&store, handle));
-            faults.wait_until_stalled(2);
-            assert!(!first.is_finished() && !second.is_finished());
-            assert!(matches!(store.put(KEY, &[0; PAGE_SIZE]), PutOutcome::Stored(_)), "puts were not stalled");
-            faults.release();
-            assert_eq!(first.join().expect("join"), GetOutcome::Found);
-            assert_eq!(second.join().expect("join"), GetOutcome::Found);
-        });
     }
 }

@@ -24,17 +24,11 @@ impl PoolLoan {
     const LOCK: &str = "/run/ballast-hugepages.lock";
 
     /// Let the pool take `pages` more as they are touched. They return to the host as they are freed.
-    ///
-    /// # Errors
-    /// This user may not change the pool, or the kernel has no huge pages.
     pub fn new(pages: u64) -> io::Result<Self> {
         Self::of(Self::SURPLUS, pages)
     }
 
     /// Reserve `pages` more now. They return to the pool as they are freed, so that later touches find used memory.
-    ///
-    /// # Errors
-    /// As for [`Self::new`], or the host has fewer.
     pub fn reserved(pages: u64) -> io::Result<Self> {
         let loan = Self::of(Self::RESERVED, pages)?;
         if loan.pages < pages {

@@ -19,18 +19,12 @@ impl Drop for Ends {
 }
 
 /// Copy a program, with its mode.
-///
-/// # Panics
-/// It cannot be copied.
 pub fn install(from: &Path, to: &Path) {
     let done = Command::new("cp").arg(from).arg(to).status().expect("run cp");
     assert!(done.success(), "{} is not copied to {}", from.display(), to.display());
 }
 
 /// Make a program of this shell script, which needs no first line.
-///
-/// # Panics
-/// It cannot be written.
 pub fn install_script(to: &Path, text: &str) {
     let script = r#"printf '%s\n' '#!/bin/sh' "$2" >"$1" && chmod 755 "$1""#;
     let done = Command::new("sh").args(["-c", script, "sh"]).arg(to).arg(text).status().expect("run sh");

@@ -110,9 +110,6 @@ struct State {
 
 impl Fuse {
     /// Mount the file system and start the server.
-    ///
-    /// # Errors
-    /// `/dev/fuse` is missing, or this process may not mount.
     pub fn serve() -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let device = rustix::fs::open("/dev/fuse", flags, Mode::empty())?;
@@ -178,9 +175,6 @@ impl Fuse {
     }
 
     /// Wait until at least `least` reads wait for their replies.
-    ///
-    /// # Panics
-    /// That does not happen within a minute.
     pub fn wait_for_held(&self, least: usize) {
         let reads = |state: &State| state.late.iter().filter(|(_, request)| u32_at(request, 4) == op::READ).count();
         let missing = |state: &mut State| reads(state) < least;
@@ -458,65 +452,4 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |field| u64::from_ne_bytes(*field))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ballast_testkit::skip;
-    use std::fs::OpenOptions;
-    use std::sync::mpsc;
-
-    fn server() -> Option<Fuse> {
-        Fuse::serve().inspect_err(|error| skip("fuse", error)).ok()
-    }
-
-    #[test]
-    fn written_bytes_are_read_back_through_the_cache_and_with_direct_io() {
-        let Some(fuse) = server() else { return };
-        let path = fuse.dir().join("file");
-        std::fs::write(&path, [7; 10_000]).expect("write");
-        for direct in [false, true] {
-            fuse.set_direct(direct);
-            assert_eq!(std::fs::read(&path).expect("read"), [7; 10_000]);
-        }
-        assert!(fuse.reads() > 0);
-    }
-
-    #[test]
-    fn an_unnamed_file_for_direct_io_can_be_created_and_punched() {
-        let Some(fuse) = server() else { return };
-        let made = ballast_sys::direct::create_unnamed(&fuse.dir(), Bytes(1 << 20));
-        // Since Linux 6.2.
-        let Ok(file) = made.inspect_err(|error| skip("fuse", error)) else { return };
-        assert!(ballast_sys::direct::is_direct_file(&file, true).expect("fcntl"));
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&file, punch, 0, 4096).expect("punch");
-    }
-
-    #[test]
-    fn a_held_read_waits_for_release_and_fails_when_the_server_ends() {
-        let Some(fuse) = server() else { return };
-        let path = fuse.dir().join("file");
-        fuse.set_direct(true);
-        std::fs::write(&path, [7; 4096]).expect("write");
-        let read = |fuse: &Fuse| {
-            let file = OpenOptions::new().read(true).open(&path).expect("open");
-            fuse.hold();
-            let (done, result) = mpsc::channel();
-            std::thread::spawn(move || {
-                let mut bytes = [0; 4096];
-                done.send(file.read_at(&mut bytes, 0).map(|len| bytes[..len].to_vec())).expect("heard");
-            });
-            fuse.wait_for_held(1);
-            assert!(result.try_recv().is_err());
-            result
-        };
-        let result = read(&fuse);
-        fuse.release();
-        assert_eq!(result.recv().expect("said").expect("read"), [7; 4096]);
-        let result = read(&fuse);
-        drop(fuse);
-        result.recv().expect("said").expect_err("the server has ended");
-    }
 }

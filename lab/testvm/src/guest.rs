@@ -27,8 +27,6 @@ pub const PORT: u16 = 0x0B0A;
 pub const EVENT_ARRIVE: u32 = 0x100;
 /// A wrong word was recorded.
 pub const EVENT_WRONG: u32 = 0x200;
-/// Another `report_every` operations are done.
-pub const EVENT_PROGRESS: u32 = 0x300;
 /// The worker has nothing to do until the host sets `stop`.
 pub const EVENT_IDLE: u32 = 0x400;
 /// The worker is finished.
@@ -64,8 +62,6 @@ pub const KIND_MATRIX: u32 = 7;
 /// Workload kind, a program: a table scan.
 pub const KIND_SCAN: u32 = 8;
 
-/// Set in a cell's version word when an operation (read or write) touched the cell.
-pub const TOUCHED: u32 = 1 << 31;
 /// Words that an operation checks and updates: the first, the last, and six between.
 pub const SAMPLES: u64 = 8;
 /// Wrong words of which a job has a full record. Further ones are only counted.
@@ -116,8 +112,6 @@ pub struct Params {
     pub move_at: u64,
     /// Maps ranks to cells: `rank * stride % cells`. It is coprime with `cells`. 1 keeps the order.
     pub stride: u64,
-    /// Operations between two reports to the host.
-    pub report_every: u64,
     /// One of the `KIND_` constants.
     pub kind: u32,
     /// Nonzero: every second 64 bytes of a cell repeat one word, so the data compresses to about half.
@@ -154,8 +148,6 @@ pub struct Job {
     pub think: AtomicU64,
     /// Operations done so far.
     pub ops_done: AtomicU64,
-    /// Cells filled or verified in the current phase so far.
-    pub cells_done: AtomicU64,
     /// Hash of every word read, in order.
     pub checksum: AtomicU64,
     /// Words that were wrong.
@@ -166,8 +158,6 @@ pub struct Job {
     pub records: [Record; MAX_RECORDS],
     /// Longest operation, in TSC ticks.
     pub longest: AtomicU64,
-    /// The number of that operation.
-    pub longest_op: AtomicU64,
     /// Operations by TSC ticks, see [`bucket`].
     pub histogram: [AtomicU64; BUCKETS],
 }
@@ -242,7 +232,6 @@ impl<P: Port> Worker<'_, P> {
                 // SAFETY: a word of one of the worker's cells is inside guest RAM.
                 unsafe { self.address(cell, index).write_volatile(contents.word(index)) };
             }
-            self.job.cells_done.store(local.wrapping_add(1), Relaxed);
         }
     }
 
@@ -255,8 +244,8 @@ impl<P: Port> Worker<'_, P> {
         let words = params.words_of(cell);
         let slot = self.version(local);
         // SAFETY: `local < cells`, and there is a version word per cell, private to this worker while it runs.
-        let old = unsafe { slot.read_volatile() } & !TOUCHED;
-        let new = if write { old.wrapping_add(1) & !TOUCHED } else { old };
+        let old = unsafe { slot.read_volatile() };
+        let new = old.wrapping_add(u32::from(write));
         let (before, after) = (params.contents(cell, old), params.contents(cell, new));
         for i in 0..SAMPLES {
             let index = sample(i, words);
@@ -269,7 +258,7 @@ impl<P: Port> Worker<'_, P> {
             }
         }
         // SAFETY: as for the read.
-        unsafe { slot.write_volatile(new | TOUCHED) };
+        unsafe { slot.write_volatile(new) };
     }
 
     /// # Safety
@@ -288,39 +277,32 @@ impl<P: Port> Worker<'_, P> {
         });
     }
 
-    /// Do all operations, and report progress.
+    /// Do all operations.
     #[inline]
     fn repeat(&mut self, mut operation: impl FnMut(&mut Self, u64)) {
         let job = self.job;
         let params = &job.params;
-        let mut until_report = params.report_every;
         let mut op = 0;
         while op < params.ops && job.stop.load(Relaxed) == 0 {
             think(job.think.load(Relaxed));
             let start = if params.latency != 0 { ticks() } else { 0 };
             operation(self, op);
             if params.latency != 0 {
-                self.record(op, ticks().wrapping_sub(start));
+                self.record(ticks().wrapping_sub(start));
             }
             op = op.wrapping_add(1);
             job.ops_done.store(op, Relaxed);
-            until_report = until_report.wrapping_sub(1);
-            if until_report == 0 {
-                until_report = params.report_every;
-                self.port.tell(EVENT_PROGRESS);
-            }
         }
     }
 
     #[inline]
-    fn record(&self, op: u64, ticks: u64) {
+    fn record(&self, ticks: u64) {
         let add_one = |counter: &AtomicU64| counter.store(counter.load(Relaxed).wrapping_add(1), Relaxed);
         if let Some(counter) = self.job.histogram.get(bucket(ticks) as usize) {
             add_one(counter);
         }
         if ticks > self.job.longest.load(Relaxed) {
             self.job.longest.store(ticks, Relaxed);
-            self.job.longest_op.store(op, Relaxed);
         }
     }
 
@@ -335,9 +317,6 @@ impl<P: Port> Worker<'_, P> {
             PHASE_RUN => self.repeat(|worker, _| program.step(worker, params)),
             _ => program.verify(self, params),
         }
-        if self.phase != PHASE_RUN {
-            self.job.cells_done.store(params.cells, Relaxed);
-        }
     }
 
     /// # Safety
@@ -348,7 +327,7 @@ impl<P: Port> Worker<'_, P> {
             let cell = params.first_cell.wrapping_add(local);
             let words = params.words_of(cell);
             // SAFETY: there is a version word per cell.
-            let version = unsafe { self.version(local).read_volatile() } & !TOUCHED;
+            let version = unsafe { self.version(local).read_volatile() };
             let (filled, current) = (params.contents(cell, 0), params.contents(cell, version));
             let mut samples_seen = 0;
             for index in 0..words {
@@ -359,7 +338,6 @@ impl<P: Port> Worker<'_, P> {
                 // SAFETY: a word of one of the worker's cells is inside guest RAM.
                 unsafe { self.check(cell, index, expected.word(index)) };
             }
-            self.job.cells_done.store(local.wrapping_add(1), Relaxed);
         }
     }
 }
@@ -382,13 +360,13 @@ impl<P: Port> programs::Memory for Worker<'_, P> {
     #[inline]
     fn version(&mut self, slot: u64) -> u32 {
         // SAFETY: fewer slots than cells, each of which has a version word private to this worker.
-        unsafe { Worker::version(self, slot).read_volatile() & !TOUCHED }
+        unsafe { Worker::version(self, slot).read_volatile() }
     }
 
     #[inline]
     fn set_version(&mut self, slot: u64, version: u32) {
         // SAFETY: as above.
-        unsafe { Worker::version(self, slot).write_volatile(version | TOUCHED) };
+        unsafe { Worker::version(self, slot).write_volatile(version) };
     }
 
     #[inline]
@@ -428,7 +406,6 @@ pub unsafe fn run<P: Port>(job: &Job, port: &P) {
     let mut worker = Worker { job, port, checksum: 0, phase: PHASE_FILL };
     let mut program = programs::Program::new(&job.params);
     while port.tell(EVENT_ARRIVE | worker.phase) {
-        job.cells_done.store(0, Relaxed);
         // SAFETY: the caller's promise.
         unsafe {
             match worker.phase {

@@ -14,14 +14,13 @@
 //! privilege level of 3: such hosts drop it from the flags. The second is the I/O permission map of the task state:
 //! QEMU's emulation of nested AMD virtualization ignores it in a busy task state, and KVM accepts no other state.
 
-use std::io;
 use std::sync::{Mutex, PoisonError};
 
+use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-use crate::error::Error;
 use crate::guest::{self, IMAGE_ADDR, Port};
 use crate::private::{Places, Private, STACK_LEN};
 use crate::ram::GuestRam;
@@ -54,10 +53,7 @@ const EFER: u64 = 1 << 8 | 1 << 10;
 
 /// Returns the reason if KVM cannot be used here. A test prints it when it skips.
 pub fn kvm_missing() -> Option<String> {
-    Machine::new().err().map(|error| match error {
-        Error::NoKvm(source) => format!("/dev/kvm: {source}"),
-        other => other.to_string(),
-    })
+    Machine::new().err().map(|error| format!("{error:#}"))
 }
 
 /// A KVM virtual machine, and its vCPUs that have not started.
@@ -71,18 +67,11 @@ pub(crate) struct Machine {
     task: u64,
 }
 
-fn kvm(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
-    move |error| Error::Kvm { step, source: io::Error::from_raw_os_error(error.errno()) }
-}
-
 impl Machine {
-    pub fn new() -> Result<Self, Error> {
-        let missing = |error: kvm_ioctls::Error| Error::NoKvm(io::Error::from_raw_os_error(error.errno()));
-        if IMAGE.is_empty() {
-            return Err(Error::NoKvm(io::Error::other("the guest program exists for x86-64 only")));
-        }
-        let kvm = Kvm::new().map_err(missing)?;
-        let vm = kvm.create_vm().map_err(missing)?;
+    pub fn new() -> Result<Self> {
+        ensure!(!IMAGE.is_empty(), "the guest program exists for x86-64 only");
+        let kvm = Kvm::new().context("/dev/kvm")?;
+        let vm = kvm.create_vm().context("/dev/kvm")?;
         Ok(Self { vcpus: Mutex::default(), vm, kvm, tables: 0, task: 0 })
     }
 
@@ -94,15 +83,10 @@ impl Machine {
     }
 
     /// Load the program, write the page tables, and add the memory slots. Returns the guest address of RAM.
-    pub fn lay_out(&mut self, private: &mut Private, ram: &GuestRam) -> Result<u64, Error> {
-        let too_big = |step| Error::Kvm { step, source: io::ErrorKind::OutOfMemory.into() };
+    pub fn lay_out(&mut self, private: &mut Private, ram: &GuestRam) -> Result<u64> {
         let private_len = private.map.len() as u64;
-        if private_len > PRIVATE_MAX {
-            return Err(too_big("private memory (version words, weights) exceeds 3 GiB: use larger cells"));
-        }
-        if ram.len() as u64 > RAM_MAX {
-            return Err(too_big("guest RAM exceeds 508 GiB"));
-        }
+        ensure!(private_len <= PRIVATE_MAX, "private memory (version words, weights) exceeds 3 GiB");
+        ensure!(ram.len() as u64 <= RAM_MAX, "guest RAM exceeds 508 GiB");
         let start = private.take(IMAGE_ADDR as usize + IMAGE.len());
         private.map.copy_in(start + IMAGE_ADDR as usize, IMAGE);
 
@@ -135,7 +119,7 @@ impl Machine {
         Ok(RAM_ADDR)
     }
 
-    fn add_slot(&self, slot: u32, address: u64, host: usize, len: usize) -> Result<(), Error> {
+    fn add_slot(&self, slot: u32, address: u64, host: usize, len: usize) -> Result<()> {
         let region = kvm_userspace_memory_region {
             slot,
             flags: 0,
@@ -145,17 +129,17 @@ impl Machine {
         };
         // SAFETY: the host range is a live mapping that the owning `Vm` drops after this machine, and the slots do not
         // overlap: slot 0 ends below 3 GiB, slot 1 starts at 4 GiB.
-        unsafe { self.vm.set_user_memory_region(region) }.map_err(kvm("adding a memory slot"))
+        unsafe { self.vm.set_user_memory_region(region) }.context("KVM: adding a memory slot")
     }
 
     /// Create a vCPU per worker, ready to run its job.
-    pub fn add_vcpus(&mut self, private: &Private, places: &[Places]) -> Result<(), Error> {
-        let cpuid = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(kvm("reading the supported CPUID"))?;
+    pub fn add_vcpus(&mut self, private: &Private, places: &[Places]) -> Result<()> {
+        let cpuid = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).context("KVM: reading the supported CPUID")?;
         let mut vcpus = Vec::new();
         for (worker, place) in places.iter().enumerate() {
-            let vcpu = self.vm.create_vcpu(worker as u64).map_err(kvm("creating a vCPU"))?;
-            vcpu.set_cpuid2(&cpuid).map_err(kvm("setting the CPUID"))?;
-            let mut sregs = vcpu.get_sregs().map_err(kvm("reading the system registers"))?;
+            let vcpu = self.vm.create_vcpu(worker as u64).context("KVM: creating a vCPU")?;
+            vcpu.set_cpuid2(&cpuid).context("KVM: setting the CPUID")?;
+            let mut sregs = vcpu.get_sregs().context("KVM: reading the system registers")?;
             let segment = |selector, type_, l| kvm_segment {
                 base: 0,
                 limit: u32::MAX,
@@ -181,7 +165,7 @@ impl Machine {
             // the run.
             (sregs.gdt.limit, sregs.idt.limit) = (0, 0);
             (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, self.tables, CR4, EFER);
-            vcpu.set_sregs(&sregs).map_err(kvm("setting the system registers"))?;
+            vcpu.set_sregs(&sregs).context("KVM: setting the system registers")?;
             let stack_top = private.address(place.stack + STACK_LEN);
             let regs = kvm_regs {
                 rip: IMAGE_ADDR,
@@ -191,7 +175,7 @@ impl Machine {
                 rflags: RFLAGS_FIXED | RFLAGS_IOPL_3,
                 ..Default::default()
             };
-            vcpu.set_regs(&regs).map_err(kvm("setting the registers"))?;
+            vcpu.set_regs(&regs).context("KVM: setting the registers")?;
             vcpus.push(Some(vcpu));
         }
         *self.vcpus.lock().unwrap_or_else(PoisonError::into_inner) = vcpus;
@@ -199,9 +183,9 @@ impl Machine {
     }
 
     /// Run one worker's vCPU until its job is done or `port.tell` returns false.
-    pub fn run_vcpu(&self, worker: usize, port: &impl Port) -> Result<(), Error> {
+    pub fn run_vcpu(&self, worker: usize, port: &impl Port) -> Result<()> {
         let vcpu = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner).get_mut(worker).and_then(Option::take);
-        let mut vcpu = vcpu.ok_or(Error::RanAlready)?;
+        let mut vcpu = vcpu.context("this VM has run already")?;
         loop {
             let exit = match vcpu.run() {
                 Ok(VcpuExit::IoOut(guest::PORT, &[a, b, c, d])) => match u32::from_le_bytes([a, b, c, d]) {
@@ -217,7 +201,8 @@ impl Machine {
             };
             let regs = vcpu.get_regs().unwrap_or_default();
             let cr2 = vcpu.get_sregs().map_or(0, |sregs| sregs.cr2);
-            return Err(Error::Stopped { vcpu: worker, exit, rip: regs.rip, rsp: regs.rsp, cr2 });
+            let (rip, rsp) = (regs.rip, regs.rsp);
+            bail!("vCPU {worker} stopped: {exit}, at instruction {rip:#x}, stack {rsp:#x}, fault address {cr2:#x}");
         }
     }
 }

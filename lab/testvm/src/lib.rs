@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use ballast_testvm::{GuestKind, Spec, Vm, Workload};
-//! # fn main() -> Result<(), ballast_testvm::Error> {
+//! # fn main() -> anyhow::Result<()> {
 //! let mut spec = Spec::new(Workload::Hotset, "8M".parse().expect("a size"));
 //! spec.ops = 10_000;
 //! let vm = Vm::new(&spec, GuestKind::Native)?;
@@ -19,7 +19,6 @@
 //! # }
 //! ```
 
-mod error;
 mod finally;
 pub mod fuse;
 #[allow(unreachable_pub)]
@@ -35,10 +34,9 @@ pub mod valkey;
 mod vm;
 mod workload;
 
-pub use error::Error;
 pub use finally::Finally;
 pub use kvm::kvm_missing;
 pub use outcome::{GuestKind, Latency, Outcome, Wrong};
 pub use ram::GuestRam;
 pub use vm::{Moment, Progress, Vm};
-pub use workload::{Placement, Spec, SpecError, Workload};
+pub use workload::{Spec, Workload};

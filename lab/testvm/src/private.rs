@@ -47,7 +47,6 @@ impl Private {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places {
     pub job: usize,
-    pub versions: usize,
     pub stack: usize,
 }
 

@@ -15,7 +15,7 @@
 //! scan    | hash table | table .............................................. recent quarter |
 //! ```
 
-use super::{KIND_GRAPH, KIND_MATRIX, Params, TOUCHED, below, mix, next_random};
+use super::{KIND_GRAPH, KIND_MATRIX, Params, below, mix, next_random};
 
 /// Rows and columns of a tile.
 pub const TILE: u64 = 64;
@@ -36,7 +36,7 @@ pub trait Memory {
     fn write(&mut self, word: u64, value: u64);
     /// Returns the version in a slot.
     fn version(&mut self, slot: u64) -> u32;
-    /// Set the version in a slot, and mark the slot as touched.
+    /// Set the version in a slot.
     fn set_version(&mut self, slot: u64, version: u32);
     /// Returns an entry of the table that `Spec::weights` made for this kind of workload.
     fn weight(&mut self, index: u64) -> u64;
@@ -380,7 +380,7 @@ impl Matrix {
             memory.read(self.at(2, i, j), c);
             memory.write(self.at(2, i, j), c.wrapping_add(more));
         }
-        memory.set_version(slot, version.wrapping_add(1) & !TOUCHED);
+        memory.set_version(slot, version.wrapping_add(1));
         self.next();
     }
 
@@ -457,7 +457,7 @@ impl Scan {
     fn add<M: Memory>(&mut self, memory: &mut M, params: &Params) {
         let slot = below(next_random(&mut self.random), self.slots);
         let version = memory.version(slot);
-        let after = version.wrapping_add(1) & !TOUCHED;
+        let after = version.wrapping_add(1);
         let cell = SLOT_CELLS.wrapping_add(slot);
         let (old, new) = (params.contents(cell, version), params.contents(cell, after));
         for word in 0..SLOT {

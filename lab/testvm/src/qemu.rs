@@ -8,16 +8,12 @@
 
 mod builder;
 mod console;
-mod error;
 mod guest;
 mod image;
 pub mod load;
 mod qmp;
-#[cfg(test)]
-mod tests;
 
-pub use builder::{Accel, Balloon, Builder};
-pub use error::Error;
+pub use builder::{Accel, Builder};
 pub use guest::QemuGuest;
 pub use image::{Image, QEMU, qemu_missing};
-pub use qmp::{Qmp, QmpError};
+pub use qmp::Qmp;

@@ -1,21 +1,21 @@
 //! Clusters of Valkey (or Redis) servers on loopback, with primaries and replicas, that a test can kill, stop and fill.
 //!
 //! Before: `scripts/valkey.sh` unpacked the server. After: tests of the remote store use the cluster.
-//! Threads: the caller's. Units: ports on 127.0.0.1, free when they were
-//! picked; memory is `Bytes`.
+//! Threads: the caller's. Units: ports on 127.0.0.1, free when they were picked; memory is `Bytes`.
 //! Promise: servers write no data to disk; their logs are in a directory that is removed with the cluster. Each server
 //! ends when the cluster is dropped, or when the thread that started it ends. A client library that the product does
-//! not use sends the commands.
+//! not use sends the commands. A function fails if a node does not reply, or refuses.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
+use ballast_testkit::program::Ends;
 use redis::{Connection, Value};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
@@ -65,22 +65,7 @@ struct Server {
     port: u16,
     bus: u16,
     tls: u16,
-    child: Option<Child>,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
-impl Server {
-    fn end(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
+    child: Option<Ends>,
 }
 
 /// Returns the server in `$BALLAST_VALKEY_DIR`, or in `target/valkey` of this directory or a parent of it.
@@ -96,9 +81,6 @@ fn program() -> Option<PathBuf> {
 }
 
 /// Convert a server's reply to this type.
-///
-/// # Errors
-/// The reply is no such value.
 pub fn read<T: redis::FromRedisValue>(said: Value) -> io::Result<T> {
     redis::from_redis_value(said).map_err(other)
 }
@@ -169,9 +151,6 @@ fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T>
 
 impl Valkey {
     /// Start a cluster, and wait until all slots are served and all replicas follow.
-    ///
-    /// # Errors
-    /// There is no server program, or the cluster does not form.
     pub fn start(layout: Layout) -> io::Result<Self> {
         // A port that was free may be another program's by the time a server wants it.
         let once = || Self::start_once(layout);
@@ -214,9 +193,6 @@ impl Valkey {
     }
 
     /// Wait until every running node reports that all slots are served, and every replica follows.
-    ///
-    /// # Errors
-    /// That does not happen within the limit.
     pub fn wait_whole(&self) -> io::Result<()> {
         let running = || (0..self.len()).filter(|node| self.is_running(*node));
         wait_for("the cluster is whole", || {
@@ -273,7 +249,7 @@ impl Valkey {
 
     /// Returns the process id of a node, if it runs.
     pub fn pid(&self, node: usize) -> Option<u32> {
-        self.nodes[node].child.as_ref().map(Child::id)
+        self.nodes[node].child.as_ref().map(|child| child.0.id())
     }
 
     /// Returns true if the node has a process.
@@ -282,9 +258,6 @@ impl Valkey {
     }
 
     /// Start a node that does not run. It has lost its data, but keeps its identity.
-    ///
-    /// # Errors
-    /// It does not start. The error has the end of its log.
     pub fn restart(&mut self, node: usize) -> io::Result<()> {
         let dir = self.dir.path().join(node.to_string());
         std::fs::create_dir_all(&dir)?;
@@ -307,7 +280,7 @@ impl Valkey {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // SAFETY: the closure makes one system call between fork and exec, and allocates nothing.
         unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
-        self.nodes[node].child = Some(command.spawn()?);
+        self.nodes[node].child = Some(Ends(command.spawn()?));
         let up = wait_for("a server answers", || self.say(node, &["PING"]).ok());
         up.map(drop).map_err(|error| {
             let text = std::fs::read_to_string(&log).unwrap_or_default();
@@ -317,21 +290,15 @@ impl Valkey {
 
     /// Kill a node, as a power failure would.
     pub fn kill(&mut self, node: usize) {
-        self.nodes[node].end();
+        self.nodes[node].child = None;
     }
 
     /// Stop a node with SIGSTOP. Its process exists and does nothing.
-    ///
-    /// # Errors
-    /// The node does not run.
     pub fn stop(&self, node: usize) -> io::Result<()> {
         self.signal(node, Signal::STOP)
     }
 
     /// Continue a stopped node.
-    ///
-    /// # Errors
-    /// The node does not run.
     pub fn go_on(&self, node: usize) -> io::Result<()> {
         self.signal(node, Signal::CONT)
     }
@@ -350,25 +317,16 @@ impl Valkey {
     }
 
     /// Send a command to a node. Returns its reply.
-    ///
-    /// # Errors
-    /// The node does not reply, or refuses the command.
     pub fn say(&self, node: usize, words: &[&str]) -> io::Result<Value> {
         self.say_bytes(node, &words.iter().map(|word| word.as_bytes()).collect::<Vec<_>>())
     }
 
     /// The same with words of any bytes.
-    ///
-    /// # Errors
-    /// The node does not reply, or refuses the command.
     pub fn say_bytes(&self, node: usize, words: &[&[u8]]) -> io::Result<Value> {
         redis::Cmd::new().arg(words).query(&mut self.connect(node)?).map_err(other)
     }
 
     /// Send a command to a node. Returns its reply as text.
-    ///
-    /// # Errors
-    /// The node does not reply, or refuses the command.
     pub fn text(&self, node: usize, words: &[&str]) -> io::Result<String> {
         redis::from_redis_value(self.say(node, words)?).map_err(other)
     }
@@ -399,9 +357,6 @@ impl Valkey {
     }
 
     /// Begin to move a slot. Until the end of the move, each of the two nodes may have some of its keys.
-    ///
-    /// # Errors
-    /// A node refuses.
     pub fn begin_move(&self, slot: u16, from: usize, to: usize) -> io::Result<()> {
         let slot = slot.to_string();
         self.say(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.id(from)?])?;
@@ -410,9 +365,6 @@ impl Valkey {
     }
 
     /// Move up to `most` keys of the slot. Returns the number of moved keys.
-    ///
-    /// # Errors
-    /// A node refuses.
     pub fn move_keys(&self, slot: u16, from: usize, to: usize, most: usize) -> io::Result<usize> {
         let keys = self.say(from, &["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), &most.to_string()])?;
         let keys: Vec<String> = redis::from_redis_value(keys).map_err(other)?;
@@ -426,9 +378,6 @@ impl Valkey {
     }
 
     /// End the move of a slot. Its new node owns it.
-    ///
-    /// # Errors
-    /// A node refuses.
     pub fn end_move(&self, slot: u16, from: usize, to: usize) -> io::Result<()> {
         let (slot, id) = (slot.to_string(), self.id(to)?);
         self.say(to, &["CLUSTER", "SETSLOT", &slot, "NODE", &id])?;
@@ -437,9 +386,6 @@ impl Valkey {
     }
 
     /// Returns the number of keys on all primaries, without those of the cluster's identity.
-    ///
-    /// # Errors
-    /// A node does not reply.
     pub fn keys(&self) -> io::Result<u64> {
         let primaries = (0..self.len()).filter(|node| self.is_primary(*node));
         let sizes = primaries.map(|node| {

@@ -5,15 +5,16 @@
 //! Promise: no worker is in phase N+1 before all have finished phase N, and the hook runs between the two. Parameters,
 //! version words and results are in private memory, so paging of guest RAM cannot change the expected contents.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::{PAGE_SIZE, PageIdx};
 use serde::Serialize;
 
-use crate::error::Error;
-use crate::guest::{self, Job, Params, Port, TOUCHED};
+use crate::guest::{self, Job, Params, Port};
 use crate::kvm::Machine;
 use crate::model;
 use crate::outcome::{GuestKind, Latency, Outcome, Wrong};
@@ -39,8 +40,6 @@ pub enum Moment {
 pub struct Progress {
     /// Operations done.
     pub ops: u64,
-    /// Cells filled or verified in the current phase.
-    pub cells: u64,
     /// Wrong bytes found.
     pub wrong_bytes: u64,
 }
@@ -74,7 +73,6 @@ struct Barrier {
 #[derive(Debug)]
 pub struct Vm {
     spec: Spec,
-    kind: GuestKind,
     machine: Option<Machine>,
     plan: Vec<Params>,
     places: Vec<Places>,
@@ -82,20 +80,16 @@ pub struct Vm {
     ram: GuestRam,
     barrier: Mutex<Barrier>,
     turn: Condvar,
-    events: std::sync::atomic::AtomicU64,
 }
 
 type Hook<'a> = dyn Fn(Moment, &GuestRam) + Sync + 'a;
 
 impl Vm {
     /// Lay out memory and, for a KVM guest, create its vCPUs. This does not touch guest RAM.
-    pub fn new(spec: &Spec, kind: GuestKind) -> Result<Self, Error> {
-        spec.validate()?;
-        let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
-        let ram = make_ram(spec.ram);
-        let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
-        let ram = ram.map_err(memory("guest RAM", spec.ram.0))?;
+    pub fn new(spec: &Spec, kind: GuestKind) -> Result<Self> {
         let mut plan = spec.plan()?;
+        let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
+        let ram = make_ram(spec.ram).with_context(|| format!("Allocating {} for guest RAM", spec.ram))?;
         let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
         let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
         let tables: Vec<Vec<u64>> = plan.iter().map(|params| spec.weights(params)).collect();
@@ -103,7 +97,7 @@ impl Vm {
         let cells: u64 = plan.iter().map(|params| params.cells).sum();
         let size = (cells as usize * 4 + words * 8 + plan.len() * per_worker + Machine::private_len(spec.ram))
             .next_multiple_of(PAGE_SIZE);
-        let mut private = Private::new(size, kind).map_err(memory("private memory", size as u64))?;
+        let mut private = Private::new(size, kind).context("Allocating private memory")?;
         let ram_address = match &mut machine {
             None => ram.addr() as u64,
             Some(machine) => machine.lay_out(&mut private, &ram)?,
@@ -127,13 +121,13 @@ impl Vm {
             // SAFETY: in bounds (checked by `ptr`), page-aligned, and no reference to the job exists yet. The rest of
             // the job is atomics, for which zero is a valid value.
             unsafe { (&raw mut (*target).params).write(*params) };
-            places.push(Places { job, versions, stack });
+            places.push(Places { job, stack });
         }
         if let Some(machine) = &mut machine {
             machine.add_vcpus(&private, &places)?;
         }
-        let (barrier, turn, events) = Default::default();
-        let vm = Self { spec: spec.clone(), kind, machine, plan, places, private, ram, barrier, turn, events };
+        let (barrier, turn) = Default::default();
+        let vm = Self { spec: spec.clone(), machine, plan, places, private, ram, barrier, turn };
         vm.think(spec.think);
         Ok(vm)
     }
@@ -147,7 +141,6 @@ impl Vm {
     pub fn progress(&self) -> Progress {
         self.jobs().fold(Progress::default(), |sum, job| Progress {
             ops: sum.ops + job.ops_done.load(Relaxed),
-            cells: sum.cells + job.cells_done.load(Relaxed),
             wrong_bytes: sum.wrong_bytes + job.wrong_bytes.load(Relaxed),
         })
     }
@@ -166,11 +159,9 @@ impl Vm {
 
     /// Fill RAM, do the operations, and verify RAM. Calls `hook` before each phase and at the end, while all workers
     /// wait.
-    pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome, Error> {
-        if std::mem::replace(&mut self.barrier().started, true) {
-            return Err(Error::RanAlready);
-        }
-        let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
+    pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome> {
+        ensure!(!std::mem::replace(&mut self.barrier().started, true), "this VM has run already");
+        let results: Vec<Result<bool>> = std::thread::scope(|scope| {
             let spawn = |worker| scope.spawn(move || self.work(worker, hook));
             let threads: Vec<_> = (0..self.plan.len()).map(spawn).collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -178,17 +169,15 @@ impl Vm {
             };
             threads.into_iter().map(join).collect()
         });
-        let mut abandoned = false;
-        for result in results {
-            match result {
-                Err(Error::Abandoned) => abandoned = true,
-                other => other?,
-            }
+        let ended: Vec<bool> = results.into_iter().collect::<Result<_>>()?;
+        if !ended.into_iter().all(|ended| ended) {
+            bail!("stopped because another worker failed");
         }
-        if abandoned { Err(Error::Abandoned) } else { Ok(self.outcome()) }
+        Ok(self.outcome())
     }
 
-    fn work(&self, worker: usize, hook: &Hook<'_>) -> Result<(), Error> {
+    /// Returns whether all workers came to the end.
+    fn work(&self, worker: usize, hook: &Hook<'_>) -> Result<bool> {
         /// Ends the wait of the other workers if this one ends early, by an error or a panic in the hook.
         struct Leave<'a>(&'a Vm, bool);
         impl Drop for Leave<'_> {
@@ -207,11 +196,8 @@ impl Vm {
             None => unsafe { guest::run(self.job(worker), &desk) },
             Some(machine) => machine.run_vcpu(worker, &desk)?,
         }
-        if self.barrier().failed {
-            return Err(Error::Abandoned);
-        }
-        leave.1 = true;
-        Ok(())
+        leave.1 = !self.barrier().failed;
+        Ok(leave.1)
     }
 
     fn barrier(&self) -> MutexGuard<'_, Barrier> {
@@ -245,64 +231,33 @@ impl Vm {
         }
     }
 
-    fn touched_cells(&self, worker: usize) -> u64 {
-        let words = (self.plan[worker].cells as usize).div_ceil(2);
-        let touched = |word: u64| u64::from(word as u32 & TOUCHED != 0) + (word >> 63);
-        const { assert!(TOUCHED == 1 << 31) };
-        self.private.map.words(self.places[worker].versions, words).iter().map(|word| touched(word.load(Relaxed))).sum()
-    }
-
     fn outcome(&self) -> Outcome {
-        let ops_per_worker: Vec<u64> = self.jobs().map(|job| job.ops_done.load(Relaxed)).collect();
-        let expected = model::expect(&self.spec, &self.plan, &ops_per_worker);
+        let sum = |of: fn(&Job) -> &AtomicU64| self.jobs().map(|job| of(job).load(Acquire)).sum();
+        let ops: Vec<u64> = self.jobs().map(|job| job.ops_done.load(Relaxed)).collect();
         let barrier = self.barrier();
-        let phase_ms = |phase: u32| {
-            let ((_, began), (ended, _)) = (barrier.marks[phase as usize], barrier.marks[phase as usize + 1]);
-            (ended.time - began.time).as_secs_f64() * 1e3
-        };
-        let (fill_ms, run_ms, verify_ms) =
-            (phase_ms(guest::PHASE_FILL), phase_ms(guest::PHASE_RUN), phase_ms(guest::PHASE_VERIFY));
-        let (first, last) = (barrier.marks[guest::PHASE_FILL as usize].0, barrier.marks[guest::PHASE_END as usize].1);
-        let ticks_per_ns = last.ticks.wrapping_sub(first.ticks) as f64 / (last.time - first.time).as_nanos() as f64;
+        let [fill, run, verify, end] = [guest::PHASE_FILL, guest::PHASE_RUN, guest::PHASE_VERIFY, guest::PHASE_END]
+            .map(|phase| barrier.marks[phase as usize]);
+        let ticks_per_ns = end.1.ticks.wrapping_sub(fill.0.ticks) as f64 / (end.1.time - fill.0.time).as_nanos() as f64;
         let latency = self.spec.latency.then(|| {
             let mut counts = vec![0; guest::BUCKETS];
             for job in self.jobs() {
                 counts.iter_mut().zip(&job.histogram).for_each(|(sum, count)| *sum += count.load(Relaxed));
             }
-            let longest =
-                |(worker, job): (usize, &Job)| (job.longest.load(Relaxed), worker, job.longest_op.load(Relaxed));
-            let longest = self.jobs().enumerate().map(longest).max_by_key(|longest| longest.0).unwrap_or_default();
+            let longest = self.jobs().map(|job| job.longest.load(Relaxed)).max().unwrap_or_default();
             Latency::new(&counts, longest, ticks_per_ns)
         });
-        let ops = ops_per_worker.iter().sum();
-        let wrong_words = |worker: usize| self.job(worker).wrong_words.load(Acquire);
-        let workers = 0..self.plan.len();
+        let records = |(worker, job): (usize, &Job)| {
+            let count = (job.wrong_words.load(Acquire) as usize).min(guest::MAX_RECORDS);
+            (0..count).map(move |index| self.wrong(worker, index))
+        };
         Outcome {
-            guest: self.kind,
-            workload: self.spec.workload,
-            ram_bytes: self.spec.ram.0,
-            threads: self.plan.len(),
-            seed: self.spec.seed,
-            ops,
-            ops_per_worker,
+            ops: ops.iter().sum(),
             checksum: model::combine(self.jobs().map(|job| job.checksum.load(Relaxed))),
-            model_checksum: expected.checksum,
-            wrong_bytes: self.jobs().map(|job| job.wrong_bytes.load(Relaxed)).sum(),
-            wrong_words: workers.clone().map(wrong_words).sum(),
-            wrong: workers
-                .clone()
-                .flat_map(|worker| {
-                    let count = (wrong_words(worker) as usize).min(guest::MAX_RECORDS);
-                    (0..count).map(move |index| self.wrong(worker, index))
-                })
-                .collect(),
-            touched_cells: workers.map(|worker| self.touched_cells(worker)).sum(),
-            model_touched_cells: expected.touched_cells,
-            fill_ms,
-            run_ms,
-            verify_ms,
-            ops_per_s: ops as f64 / (run_ms / 1e3),
-            events: self.events.load(Relaxed),
+            model_checksum: model::expect(&self.spec, &self.plan, &ops),
+            wrong_bytes: sum(|job| &job.wrong_bytes),
+            wrong_words: sum(|job| &job.wrong_words),
+            wrong: self.jobs().enumerate().flat_map(records).collect(),
+            run_ms: (verify.0.time - run.1.time).as_secs_f64() * 1e3,
             latency,
         }
     }
@@ -348,7 +303,6 @@ impl Desk<'_> {
 impl Port for Desk<'_> {
     fn tell(&self, event: u32) -> bool {
         let vm = self.vm;
-        vm.events.fetch_add(1, Relaxed);
         match event & !0xFF {
             guest::EVENT_ARRIVE => return self.arrive(event & 0xFF),
             guest::EVENT_WRONG => {

@@ -1,9 +1,10 @@
-//! Workloads and their parameters, their validation, and the plan of each worker.
+//! Workloads and their parameters, and the plan of each worker.
 //!
 //! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan, and `model` computes its outcome.
 //! Threads: none. Units: operations are counted over all workers unless a comment says otherwise.
 //! Promise: a plan depends only on the spec, so the same spec gives the same operations in every kind of guest.
 
+use anyhow::{Result, bail};
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +15,7 @@ use crate::guest::{self, Params};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Workload {
-    /// One cell after the other, again and again.
+    /// All cells in turn, scattered over memory, again and again.
     Sequential,
     /// All cells with the same chance.
     Uniform,
@@ -37,17 +38,7 @@ pub enum Workload {
 /// The exponent of `zipf`.
 const ZIPF: f64 = 0.99;
 
-/// Placement of hot cells in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Placement {
-    /// Adjacent.
-    Contiguous,
-    /// Evenly spread over each worker's share of RAM.
-    Scattered,
-}
-
-/// A workload and its parameters. All fields may be set freely. [`Spec::validate`] checks them.
+/// A workload and its parameters. `Vm::new` refuses those that no memory can hold.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Spec {
     /// The pattern.
@@ -64,10 +55,6 @@ pub struct Spec {
     pub seed: u64,
     /// Fraction of operations that write. All operations read and check first.
     pub write_fraction: f64,
-    /// Size of the piece of memory that one operation takes.
-    pub cell: Bytes,
-    /// Smallest value in a cell. Values have sizes from this up to the whole cell. `None`: cells are full.
-    pub min_value: Option<Bytes>,
     /// Contents compress to about half. Otherwise they do not compress.
     pub half_compressible: bool,
     /// Fraction of cells that are all zero, after the fill and after every full write.
@@ -78,10 +65,6 @@ pub struct Spec {
     pub hot_weight: f64,
     /// `store`: operations with each pattern, over all workers; `None` means a third.
     pub move_at: Option<u64>,
-    /// Placement of the hot cells.
-    pub placement: Placement,
-    /// Operations of a worker between two reports. A report is a KVM exit. The operation counter is always current.
-    pub report_every: u64,
     /// Measure every operation.
     pub latency: bool,
     /// Initial rounds of computing before each operation, about 3 ns each. They stand for the cost of a request beyond
@@ -89,27 +72,9 @@ pub struct Spec {
     pub think: u64,
 }
 
-/// A spec is not valid. The operator caused it.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("Workload parameter {field}: {problem}")]
-pub struct SpecError {
-    /// The field of [`Spec`].
-    pub field: &'static str,
-    /// The problem with this field.
-    pub problem: String,
-}
-
 impl Spec {
     /// Returns the defaults of a workload on `ram` bytes: a million operations, half of them writes, and one worker.
     pub fn new(workload: Workload, ram: Bytes) -> Self {
-        let zipf = workload == Workload::Zipf;
-        let values = matches!(workload, Workload::Zipf | Workload::Store);
-        // For programs, this cell size gives as many version words as they need.
-        let cell = match workload {
-            Workload::Zipf | Workload::Store | Workload::Matrix | Workload::Scan => 1024,
-            Workload::Graph => 128,
-            _ => PAGE_SIZE as u64,
-        };
         Self {
             workload,
             ram,
@@ -118,84 +83,51 @@ impl Spec {
             threads: 1,
             seed: 1,
             write_fraction: 0.5,
-            cell: Bytes(cell),
-            min_value: values.then_some(Bytes(64)),
             half_compressible: true,
             zero_fraction: 0.0,
             hot_fraction: 0.1,
             hot_weight: 0.9,
             move_at: None,
-            placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
-            report_every: 1 << 16,
             latency: false,
             think: 0,
         }
     }
 
-    /// Check every parameter.
-    pub fn validate(&self) -> Result<(), SpecError> {
-        const LEAST_CELL: u64 = guest::SAMPLES * 8;
-        let wrong = |field, problem: String| Err(SpecError { field, problem });
-        let page = PAGE_SIZE as u64;
-        let cell = self.cell.0;
+    /// Returns the size of the piece of memory that one operation takes, in bytes.
+    fn cell(&self) -> u64 {
+        match self.workload {
+            Workload::Zipf | Workload::Store => 1024,
+            // Programs do not take cells: these sizes give them as many version words as they need.
+            Workload::Matrix | Workload::Scan => 1024,
+            Workload::Graph => 128,
+            _ => PAGE_SIZE as u64,
+        }
+    }
+
+    /// Returns the problem with this spec, if its memory is not enough for its workers or has no whole pages.
+    fn problem(&self) -> Option<String> {
+        let page = if self.huge_pages { HUGE_SIZE } else { PAGE_SIZE } as u64;
         if self.ram.0 == 0 || !self.ram.0.is_multiple_of(page) {
-            return wrong("ram", format!("{} is not a positive multiple of {PAGE_SIZE} bytes", self.ram.0));
+            return Some(format!("ram: {} is not a positive multiple of {page} bytes", self.ram.0));
         }
-        if self.huge_pages && !self.ram.0.is_multiple_of(HUGE_SIZE as u64) {
-            return wrong("ram", format!("{} bytes are not whole huge pages of {HUGE_SIZE} bytes", self.ram.0));
-        }
-        if cell < LEAST_CELL || !(page.is_multiple_of(cell) || cell.is_multiple_of(page)) {
-            return wrong(
-                "cell",
-                format!("{cell} bytes neither divide a page into {LEAST_CELL} or more nor are pages"),
-            );
-        }
-        if self.min_value.is_some_and(|least| !(LEAST_CELL..=cell).contains(&least.0) || least.0 % 8 != 0) {
-            return wrong("min_value", format!("must be a multiple of 8 from {LEAST_CELL} to {cell} bytes"));
-        }
-        let cells = self.ram.0 / cell;
-        if self.threads == 0 || self.threads > 64 || (self.threads as u64) * 2 > cells {
-            return wrong("threads", format!("{} workers on {cells} cells: 1 to 64, two cells each", self.threads));
-        }
-        if cells > u64::from(u32::MAX) {
-            return wrong("cell", format!("{cells} cells are too many; at most {}", u32::MAX));
-        }
-        let fractions = [
-            ("write_fraction", self.write_fraction),
-            ("zero_fraction", self.zero_fraction),
-            ("hot_fraction", self.hot_fraction),
-            ("hot_weight", self.hot_weight),
-        ];
-        if let Some((field, value)) = fractions.into_iter().find(|(_, value)| !(0.0..=1.0).contains(value)) {
-            return wrong(field, format!("{value} is not between 0 and 1"));
-        }
-        if self.report_every == 0 {
-            return wrong("report_every", "must be at least 1".to_owned());
-        }
-        if let Some((most, least)) = match self.workload {
-            Workload::Graph => Some((128, Bytes(64 << 10))),
-            Workload::Matrix | Workload::Scan => Some((1024, Bytes(128 << 10))),
-            _ => None,
-        } {
-            // Larger cells would give a program fewer version words than it needs.
-            if cell > most {
-                return wrong("cell", format!("{cell} bytes are too large for this workload: {most} at most"));
-            }
-            if self.ram.0 / (self.threads as u64) < least.0 {
-                return wrong("ram", format!("less than {least} for each worker"));
-            }
-        }
-        if self.workload == Workload::Store && self.ops == u64::MAX && self.move_at.is_none() {
-            return wrong("move_at", "operations without a limit have no third: set move_at".to_owned());
-        }
-        Ok(())
+        let least = match self.workload {
+            Workload::Graph => 64 << 10,
+            Workload::Matrix | Workload::Scan => 128 << 10,
+            _ => 2 * self.cell(),
+        };
+        let is_enough = (1..=64).contains(&self.threads) && self.ram.0 / self.threads as u64 >= least;
+        (!is_enough).then(|| format!("threads: {} workers; 1 to 64, each with {}", self.threads, Bytes(least)))
     }
 
     /// Returns the parameters of each worker. Addresses are still zero.
-    pub(crate) fn plan(&self) -> Result<Vec<Params>, SpecError> {
-        self.validate()?;
+    pub(crate) fn plan(&self) -> Result<Vec<Params>> {
+        if let Some(problem) = self.problem() {
+            bail!("{problem}");
+        }
         let threads = self.threads as u64;
-        let cells = self.ram.0 / self.cell.0;
+        let cells = self.ram.0 / self.cell();
+        let has_values = matches!(self.workload, Workload::Zipf | Workload::Store);
+        let is_scattered = matches!(self.workload, Workload::Zipf | Workload::Sequential);
         let start = |worker: u64| cells * worker / threads;
         let share = |total: u64, worker: u64| match total {
             u64::MAX => u64::MAX,
@@ -208,8 +140,8 @@ impl Spec {
             Params {
                 first_cell: start(worker),
                 cells,
-                cell_words: self.cell.0 / 8,
-                min_words: self.min_value.map_or(0, |least| least.0 / 8),
+                cell_words: self.cell() / 8,
+                min_words: if has_values { guest::SAMPLES } else { 0 },
                 ops,
                 content_seed: guest::mix(self.seed),
                 pick_seed: guest::mix(self.seed.wrapping_add(guest::mix(worker + 1))),
@@ -218,8 +150,7 @@ impl Spec {
                 hot_below: threshold(self.hot_weight),
                 hot_cells,
                 move_at: self.move_at.map_or(ops / 3, |at| share(at, worker)),
-                stride: if self.placement == Placement::Scattered { stride(cells) } else { 1 },
-                report_every: self.report_every,
+                stride: if is_scattered { stride(cells) } else { 1 },
                 kind: match self.workload {
                     Workload::Sequential => guest::KIND_SEQUENTIAL,
                     Workload::Uniform => guest::KIND_UNIFORM,

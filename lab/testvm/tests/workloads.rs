@@ -12,7 +12,7 @@ use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
 use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd};
 use ballast_testkit::missing;
-use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload, kvm_missing};
+use ballast_testvm::{GuestKind, GuestRam, Moment, Outcome, Spec, Vm, Workload, kvm_missing};
 use rustix::event::{PollFd, PollFlags};
 
 const ALL: [Workload; 8] = [
@@ -58,27 +58,6 @@ fn every_workload_matches_the_model_in_every_kind_of_guest() {
             assert_eq!(outcome.checksum, outcomes[0].checksum, "guests of different kinds disagree");
         }
     }
-}
-
-#[test]
-fn cells_smaller_and_larger_than_a_page_match_the_model() {
-    for (cell, placement) in [(64, Placement::Contiguous), (512, Placement::Scattered), (16384, Placement::Scattered)] {
-        let mut spec = Spec { cell: Bytes(cell), placement, ..spec(Workload::Hotset, 3) };
-        spec.min_value = (cell > 64).then_some(Bytes(64));
-        for kind in kinds() {
-            let outcome = run(&spec, kind);
-            assert!(outcome.is_right(), "cell {cell}: {outcome:?}");
-        }
-    }
-}
-
-#[test]
-fn the_outcome_depends_on_the_seed_and_on_nothing_else() {
-    let first = spec(Workload::Zipf, 2);
-    let other = Spec { seed: 2, ..first.clone() };
-    let (a, b, c) = (run(&first, GuestKind::Native), run(&first, GuestKind::Native), run(&other, GuestKind::Native));
-    assert_eq!(a.checksum, b.checksum);
-    assert_ne!(a.checksum, c.checksum);
 }
 
 /// Corrupt one byte of a word between two phases. The outcome must report exactly this byte.
@@ -192,32 +171,6 @@ fn old_contents_of_a_single_page_are_wrong_contents() {
     }
 }
 
-#[test]
-fn guest_ram_can_be_zapped_during_the_run_and_nothing_is_lost() {
-    for kind in kinds() {
-        let mut spec = spec(Workload::Uniform, 2);
-        spec.ops = u64::MAX;
-        let vm = Vm::new(&spec, kind).expect("vm");
-        let outcome = std::thread::scope(|scope| {
-            let running = scope.spawn(|| vm.run(&|_, _| ()));
-            let wait_for = |ops| {
-                while vm.progress().ops < ops && !running.is_finished() {
-                    std::thread::yield_now();
-                }
-            };
-            wait_for(1);
-            for _ in 0..50 {
-                let before = vm.progress().ops;
-                vm.ram().zap(0, vm.ram().len()).expect("zap");
-                wait_for(before + 100);
-            }
-            vm.stop();
-            running.join().expect("runner").expect("run")
-        });
-        assert!(outcome.is_right() && outcome.ops >= 5_000, "{outcome:?}");
-    }
-}
-
 /// A minimal pager: it serves the faults of a VM, and takes pages out between them, until `done`. Returns the number of
 /// restored pages.
 fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result<u64> {
@@ -309,17 +262,7 @@ fn idle_waits_until_it_is_stopped_and_then_verifies() {
             running.join().expect("runner").expect("run")
         });
         assert!(outcome.is_right(), "{outcome:?}");
-        assert_eq!((outcome.ops, outcome.touched_cells), (0, 0));
-    }
-}
-
-#[test]
-fn latency_counts_every_operation() {
-    for kind in kinds() {
-        let outcome = run(&Spec { latency: true, ..spec(Workload::Hotset, 2) }, kind);
-        let latency = outcome.latency.as_ref().expect("measured");
-        assert_eq!(latency.count, outcome.ops);
-        assert!(latency.p50_ns <= latency.p999_ns && latency.p999_ns <= latency.max_ns, "{latency:?}");
+        assert_eq!(outcome.ops, 0);
     }
 }
 
@@ -328,23 +271,14 @@ fn an_invalid_spec_is_refused_with_the_name_of_the_field() {
     let good = spec(Workload::Hotset, 1);
     let refused = [
         ("ram", Spec { ram: Bytes(5000), ..good.clone() }),
-        ("cell", Spec { cell: Bytes(96), ..good.clone() }),
-        ("cell", Spec { cell: Bytes(6000), ..good.clone() }),
         ("threads", Spec { threads: 0, ..good.clone() }),
-        ("write_fraction", Spec { write_fraction: f64::NAN, ..good.clone() }),
-        ("hot_fraction", Spec { hot_fraction: 1.5, ..good.clone() }),
-        ("min_value", Spec { min_value: Some(Bytes(8)), ..good.clone() }),
-        ("move_at", Spec { workload: Workload::Store, ops: u64::MAX, ..good.clone() }),
-        ("cell", Spec { workload: Workload::Graph, ..good.clone() }),
-        ("ram", Spec { threads: 40, ..spec(Workload::Matrix, 1) }),
+        ("threads", Spec { threads: 40, ..spec(Workload::Matrix, 1) }),
     ];
     for (field, spec) in refused {
-        match Vm::new(&spec, GuestKind::Native) {
-            Err(Error::Spec(error)) => assert_eq!(error.field, field, "{error}"),
-            other => panic!("{field} was not refused: {other:?}"),
-        }
+        let problem = Vm::new(&spec, GuestKind::Native).expect_err("refused").to_string();
+        assert!(problem.starts_with(field), "{problem}");
     }
     let vm = Vm::new(&good, GuestKind::Native).expect("vm");
     vm.run(&|_, _| ()).expect("first run");
-    assert!(matches!(vm.run(&|_, _| ()), Err(Error::RanAlready)));
+    vm.run(&|_, _| ()).expect_err("its memory is no longer zero");
 }

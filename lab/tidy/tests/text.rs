@@ -37,80 +37,35 @@ fn files(endings: &[&str]) -> Vec<(String, String)> {
     found
 }
 
-fn wide_lines() -> Vec<String> {
+#[test]
+fn no_line_of_a_source_is_wider_than_the_house() {
     let mut said = Vec::new();
     for (name, text) in files(&[".rs", ".toml", ".sh", ".h", ".c"]) {
         let wide = text.lines().enumerate().filter(|(_, line)| line.chars().count() > WIDTH);
         said.extend(wide.map(|(number, line)| format!("{name}:{}: {}", number + 1, line.chars().count())));
     }
-    said
+    none_is_left(&said);
 }
 
+/// The width of examples is not checked.
 #[test]
-fn no_line_of_a_source_is_wider_than_the_house() {
-    none_is_left(&wide_lines());
-}
-
-fn wide_rows() -> Vec<String> {
-    let mut said = Vec::new();
-    for (name, text) in files(&[".md"]) {
-        let rows = text
-            .lines()
-            .enumerate()
-            .filter(|(_, line)| line.trim_start().starts_with('|') && line.chars().count() > ROW);
-        said.extend(rows.map(|(at, row)| format!("{name}:{}: a row of {} characters", at + 1, row.chars().count())));
-    }
-    said
-}
-
-#[test]
-fn no_row_of_a_table_is_wider_than_a_screen() {
-    none_is_left(&wide_rows());
-}
-
-/// Returns the rows of tables that continue in the next line.
-fn broken_rows() -> Vec<String> {
+fn no_line_of_a_page_is_wider_than_the_house_and_a_row_of_a_table_is_one_line() {
     let mut said = Vec::new();
     for (name, text) in files(&[".md"]) {
         let mut is_example = false;
         for (at, line) in text.lines().enumerate() {
-            let line = line.trim();
-            is_example ^= line.starts_with("```");
-            if !is_example && line.starts_with('|') && !line.ends_with('|') {
+            is_example ^= line.trim_start().starts_with("```");
+            let (is_row, width) = (line.trim_start().starts_with('|'), line.chars().count());
+            let most = if is_row { ROW } else { WIDTH };
+            if width > most && (is_row || !is_example && !line.starts_with("    ")) {
+                said.push(format!("{name}:{}: {width} characters", at + 1));
+            }
+            if is_row && !is_example && !line.trim_end().ends_with('|') {
                 said.push(format!("{name}:{}: a row does not end in this line", at + 1));
             }
         }
     }
-    said
-}
-
-#[test]
-fn a_row_of_a_table_is_one_line() {
-    none_is_left(&broken_rows());
-}
-
-/// Returns the lines of prose that are too wide. Tables and examples are not checked.
-fn wide_prose() -> Vec<String> {
-    let mut said = Vec::new();
-    for (name, text) in files(&[".md"]) {
-        let mut is_example = false;
-        for (at, line) in text.lines().enumerate() {
-            let line_begins = line.trim_start();
-            if line_begins.starts_with("```") {
-                is_example = !is_example;
-            }
-            let is_prose = !is_example && !line_begins.starts_with('|') && !line.starts_with("    ");
-            if is_prose && line.chars().count() > WIDTH {
-                said.push(format!("{name}:{}: {} characters", at + 1, line.chars().count()));
-            }
-        }
-    }
-    said
-}
-
-#[test]
-fn no_line_of_a_page_is_wider_than_the_house() {
-    none_is_left(&wide_prose());
+    none_is_left(&said);
 }
 
 /// Returns the anchor that GitHub makes of a heading.
@@ -182,7 +137,8 @@ fn is_there(cited: &str, paths: &[String]) -> bool {
 /// Names of files that a reader writes, or that a bench writes.
 const NOT_CITED: [&str; 4] = ["NAME.rs", "FILE.png", "tables.md", "FILE.svg"];
 
-fn citations_of_nothing() -> Vec<String> {
+#[test]
+fn code_and_pages_cite_only_files_of_this_repository() {
     let all = files(&[".rs", ".md", ".toml", ".sh", ".h", ".c", ".py", ".service", ".svg"]);
     let paths: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
     let mut said = Vec::new();
@@ -203,10 +159,5 @@ fn citations_of_nothing() -> Vec<String> {
             said.extend(lost.map(|lost| format!("{name}:{}: {lost} is not in this repository", number + 1)));
         }
     }
-    said
-}
-
-#[test]
-fn code_and_pages_cite_only_files_of_this_repository() {
-    none_is_left(&citations_of_nothing());
+    none_is_left(&said);
 }

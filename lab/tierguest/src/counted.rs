@@ -43,37 +43,3 @@ impl<'a, W: Fn(usize) -> &'a AtomicU64> Counted<'a, W> {
         (self.word)(word * 8).store(value, Ordering::Relaxed);
     }
 }
-
-#[cfg(test)]
-pub mod tests {
-    use super::*;
-
-    /// Memory of a test, and the counts of its pages.
-    pub struct Plain(Vec<AtomicU64>, Vec<AtomicU32>);
-
-    impl Plain {
-        pub fn new(pages: usize) -> Self {
-            let zeros = (0..pages << PAGE_BITS).map(|_| AtomicU64::new(0)).collect();
-            Self(zeros, (0..pages).map(|_| AtomicU32::new(0)).collect())
-        }
-
-        pub fn counted<'a>(&'a self) -> Counted<'a, impl Fn(usize) -> &'a AtomicU64> {
-            Counted { word: |offset: usize| &self.0[offset / 8], words: self.0.len(), pages: &self.1 }
-        }
-
-        /// Accesses of these words, which are whole pages.
-        pub fn accesses(&self, words: std::ops::Range<usize>) -> u64 {
-            let pages = &self.1[words.start >> PAGE_BITS..words.end >> PAGE_BITS];
-            pages.iter().map(|page| u64::from(page.load(Ordering::Relaxed))).sum()
-        }
-    }
-
-    #[test]
-    fn halves_of_a_word_are_apart_and_each_access_counts_once() {
-        let plain = Plain::new(2);
-        let memory = plain.counted();
-        memory.put(512, 7 << 32 | 9);
-        assert_eq!((memory.half(1025), memory.half(1024), memory.get(512)), (7, 9, 7 << 32 | 9));
-        assert_eq!((plain.accesses(0..512), plain.accesses(512..1024)), (0, 3));
-    }
-}

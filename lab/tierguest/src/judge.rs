@@ -6,12 +6,13 @@
 //! counted, the mean of those before and after them. The oracle has no more memory than the program could have.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_sys::Remote;
+use ballast_testkit::program::Ends;
 use ballast_tier::Tiers;
 use ballast_tier::kernel_files::Files;
 use ballast_tier::nodes::usage;
@@ -28,7 +29,7 @@ const BLOCK: usize = UNIT / BLOCKS;
 
 /// A running program. Dropping it ends the program.
 pub struct Program {
-    child: Child,
+    child: Ends,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
     address: u64,
@@ -72,8 +73,6 @@ pub struct Look {
     pub hit: f64,
     /// The best choice of pages, for the accesses since the last look.
     pub oracle: f64,
-    /// The best choice of units of 2 MiB for them.
-    pub oracle_2mib: f64,
     /// The best choice of pages that never changes, for all accesses so far; of the present heat where that is known.
     pub lasting: f64,
 }
@@ -94,7 +93,7 @@ impl Program {
         let output = BufReader::new(child.stdout.take().context("its output")?);
         let units = (mib << 20) / HUGE_SIZE;
         let (counts, places) = (Counts::default(), Vec::new());
-        let mut program = Self { child, input, output, address: 0, kind, units, phase: 0, counts, places };
+        let mut program = Self { child: Ends(child), input, output, address: 0, kind, units, phase: 0, counts, places };
         program.address = program.answer("at")?;
         Ok(program)
     }
@@ -108,7 +107,7 @@ impl Program {
 
     /// Returns its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Move the heat.
@@ -197,10 +196,8 @@ impl Program {
         };
         let room = room(&self.places, files, tiers)?;
         let oracle = best(&weights, room);
-        let units: Vec<f64> = weights.chunks(UNIT).map(|unit| unit.iter().sum()).collect();
-        let oracle_2mib = best(&units, room / UNIT as f64);
         let lasting = if self.kind.is_counted() { best(&self.counts.all, room) } else { oracle };
-        Ok(Look { hit, oracle, oracle_2mib, lasting })
+        Ok(Look { hit, oracle, lasting })
     }
 }
 
@@ -230,13 +227,6 @@ fn room(places: &[f64], files: &Files, tiers: &Tiers) -> Result<f64> {
         free += now.free.saturating_sub(now.high) / PAGE_SIZE as u64;
     }
     Ok(places.iter().sum::<f64>() + free as f64)
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 #[cfg(test)]

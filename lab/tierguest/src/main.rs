@@ -77,34 +77,6 @@ fn counter(files: &Files, name: &str) -> Result<u64> {
     value.with_context(|| format!("/proc/vmstat has no {name}"))
 }
 
-/// Threads of the kernel that sample and migrate.
-const KERNEL: [&str; 2] = ["(kdamond", "(kswapd"];
-
-/// Returns the CPU time of these threads, in ticks of 10 ms.
-fn kernel_ticks(files: &Files) -> Result<u64> {
-    let mut sum = 0;
-    for pid in files.numbered("/proc", "")? {
-        let Some(stat) = files.optional(&format!("/proc/{pid}/stat"))? else { continue };
-        let Some((head, rest)) = stat.rsplit_once(") ") else { continue };
-        if KERNEL.iter().any(|name| head.contains(name)) {
-            let fields: Vec<u64> = rest.split_ascii_whitespace().skip(11).take(2).flat_map(str::parse).collect();
-            sum += fields.iter().sum::<u64>();
-        }
-    }
-    Ok(sum)
-}
-
-/// Returns the time that CPUs spent in the kernel, of programs and of its own threads, in ticks of 10 ms.
-fn system_ticks(files: &Files) -> Result<u64> {
-    let text = files.text("/proc/stat")?;
-    let fields: Vec<u64> = text.lines().next().unwrap_or("").split_ascii_whitespace().flat_map(str::parse).collect();
-    // user nice system idle iowait irq softirq
-    match fields[..] {
-        [_, _, system, _, _, irq, softirq, ..] => Ok(system + irq + softirq),
-        _ => bail!("/proc/stat has no times"),
-    }
-}
-
 /// Measures each way on a fresh program.
 fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
     let (kind, mib) = parse(kind, mib)?;
@@ -123,7 +95,6 @@ fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
             first = program.look(&files, &tiers)?;
         }
         let (moved, updates) = (counter(&files, "pgmigrate_success")?, program.count()?);
-        let (ticks, system) = (kernel_ticks(&files)?, system_ticks(&files)?);
         let mut running = match Running::start(way, &files, &tiers) {
             Ok(running) => running,
             Err(error) => {
@@ -133,7 +104,7 @@ fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
             }
         };
         let began = Instant::now();
-        let (mut course, mut moves, mut looks, mut within) = (Vec::new(), Vec::new(), Vec::new(), None);
+        let (mut course, mut moves, mut looks) = (Vec::new(), Vec::new(), Vec::new());
         let mut next = Duration::from_secs(1);
         let mut phase = 0;
         while began.elapsed() < Duration::from_secs(seconds) {
@@ -150,9 +121,6 @@ fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
                 course.push((look.hit * 1000.0).round() / 10.0);
                 moves.push(counter(&files, "pgmigrate_success")? - moved);
                 looks.push(look);
-                if look.hit >= look.oracle - 0.02 {
-                    within = within.or(Some((now.as_secs_f64() * 10.0).round() / 10.0));
-                }
             }
         }
         let lasted = began.elapsed().as_secs_f64();
@@ -162,12 +130,9 @@ fn compare(kind: &str, mib: &str, seconds: &str, ways: &[&str]) -> Result<()> {
             "way": way.name(), "kind": kind.name(), "memory_mib": mib, "seconds": lasted,
             "fmem_hit_pct": mean(|look| look.hit), "fmem_hit_pct_first": first.hit * 100.0,
             "fmem_hit_pct_last": course.last(), "fmem_hit_pct_oracle": mean(|look| look.oracle),
-            "fmem_hit_pct_oracle_2mib": mean(|look| look.oracle_2mib),
             "fmem_hit_pct_oracle_lasting": mean(|look| look.lasting),
-            "within_2_points_s": within, "course_pct": course, "course_moved": moves,
+            "course_pct": course, "course_moved": moves,
             "pages_moved": counter(&files, "pgmigrate_success")? - moved,
-            "kernel_cpu_pct": (kernel_ticks(&files)? - ticks) as f64 / lasted,
-            "system_cpu_pct": (system_ticks(&files)? - system) as f64 / lasted,
             "updates_per_s": (program.count()? - updates) as f64 / lasted,
         });
         if let Some(tierer) = &running.tierer {

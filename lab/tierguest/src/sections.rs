@@ -108,37 +108,3 @@ impl Sections {
         sum
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::counted::tests::Plain;
-
-    #[test]
-    fn materials_have_their_chances_and_only_nuclides_that_are_there() {
-        assert_eq!(chances(), 1001, "as XSBench has them");
-        assert_eq!(material(139)[0], 0..34);
-        assert_eq!(material(140)[0], 63..68);
-        assert_eq!(material(1000)[1], 63..68);
-        let sizes = MATERIALS.iter().map(|(_, nuclides)| nuclides.iter().map(|part| part.len()).sum::<usize>());
-        assert_eq!(sizes.collect::<Vec<_>>(), [34, 5, 4, 4, 27, 21, 21, 21, 21, 21, 9, 9]);
-        assert!(MATERIALS.iter().all(|(_, nuclides)| nuclides.iter().all(|part| part.end <= NUCLIDES)));
-    }
-
-    #[test]
-    fn most_accesses_go_to_the_tables_which_are_the_last_seventh() {
-        let plain = Plain::new(1024);
-        let memory = plain.counted();
-        let sections = Sections::build(&memory);
-        let all = memory.words;
-        assert_eq!(plain.accesses(0..all), 0);
-        let mut state = 1;
-        (0..2000).for_each(|_| {
-            sections.look_up(&memory, &mut state);
-        });
-        let page = sections.first_table().next_multiple_of(512);
-        let (tables, others) = (plain.accesses(page..all), plain.accesses(0..page));
-        assert!(tables > 4 * others, "{tables} and {others}");
-        assert!((all - page) * 6 < all, "{page} of {all}");
-    }
-}

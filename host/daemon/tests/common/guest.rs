@@ -1,5 +1,5 @@
-//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: writes and verifies self-checking data
-//! until it is told to stop, then verifies each byte.
+//! A test VM (`ballast-testvm`) attached to a [`super::Daemon`]: writes and verifies self-checking data until it is
+//! told to stop, then verifies each byte.
 
 use std::io::Write;
 use std::path::Path;
@@ -52,7 +52,7 @@ impl Guest {
             .args(args.split_ascii_whitespace())
             .envs(variables.iter().copied())
             .args(soak::is_on().then_some("--latency"))
-            .args(["--attach", name, "--until-stdin", "--ops", "0", "--attach-socket"])
+            .args(["--attach", name, "--attach-socket"])
             .arg(attach_socket)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

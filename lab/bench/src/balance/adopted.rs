@@ -26,8 +26,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("level_bytes", bytes);
         row.fact("policy", POLICY.word());
         let seen = measure(bench, &mut all.cast, POLICY, Some(bytes), scale, scale.windows)?;
-        let engine = |window: &super::cast::Window| window.engine_us / window.seconds / 1e4;
-        row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
+        row.figure_of("engine_cpu_pct", &seen, |window| window.engine_us / window.seconds / 1e4);
         let base = all.after(bench, scale)?;
         report(&mut row, "adopted_", &all.cast, &base, &seen);
         each(row)?;

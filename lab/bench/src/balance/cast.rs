@@ -22,14 +22,15 @@ use ballast_api::PolicyPatch;
 use ballast_base::Bytes;
 use ballast_policy::Kind;
 use ballast_sys::memfd;
+use ballast_testhost::until;
 use ballast_testvm::{Spec, Workload};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
 use super::setup::Side;
 use crate::order::{Answer, Backing, Order, Role, WorkloadConfig};
 use crate::rig::Bench;
 use crate::worker::Worker;
-use crate::{adopt, cgroup, cpu, swaps};
+use crate::{adopt, cgroup, cpu, zram};
 
 /// Between two samples of what the VMs hold.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -64,7 +65,6 @@ pub(super) fn spec(workload: Workload, ram_bytes: u64, seed: u64, store_ops: u64
     spec
 }
 
-/// One VM.
 pub(super) struct Vm {
     pub spec: Spec,
     /// Its name at the daemon; empty on the kernel's side.
@@ -85,7 +85,6 @@ pub(super) struct Cast {
 /// The figures of a window of time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Window {
-    /// For each VM.
     pub ops_per_s: Vec<f64>,
     /// Guest RAM of all VMs, on average and at most.
     pub resident_bytes: f64,
@@ -150,7 +149,6 @@ impl Cast {
         Ok(cast)
     }
 
-    /// RAM of all VMs.
     pub fn size_bytes(&self) -> u64 {
         self.vms.iter().map(|vm| vm.spec.ram.0).sum()
     }
@@ -177,30 +175,21 @@ impl Cast {
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        self.vms.iter().try_for_each(|vm| {
-            let pid = Pid::from_raw(vm.worker.pid().cast_signed()).context("a VM has no process id")?;
-            kill_process(pid, signal).context("Stopping or continuing a VM")
-        })
+        self.vms.iter().try_for_each(|vm| vm.worker.signal(signal))
     }
 
     /// Stop all VMs, without a limit.
     pub fn rest(&self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
-        let start = Instant::now();
         // A process that stands still cannot reply to reclaim.
-        loop {
-            let vms = bench.daemon.api().vms()?;
+        until("reclaim does not come to rest", TIMEOUT, || {
             let busy = |vm: &ballast_api::VmStat| vm.target_bytes.is_some() || vm.quarantine_bytes > 0;
-            if self.side == Side::Kernel || !vms.iter().any(busy) {
-                break;
-            }
-            ensure!(start.elapsed() < TIMEOUT, "reclaim does not come to rest");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            let is_at_rest = self.side == Side::Kernel || !bench.daemon.api().vms()?.iter().any(busy);
+            Ok(is_at_rest.then_some(()))
+        })?;
         self.signal(Signal::STOP)
     }
 
-    /// Continue all VMs.
     pub fn wake(&self) -> Result<()> {
         self.signal(Signal::CONT)
     }
@@ -225,15 +214,8 @@ impl Cast {
             return Ok(());
         }
         let bytes = bytes.map_or(UNLIMITED, |bytes| bytes + self.own_bytes);
-        let start = Instant::now();
         // The kernel reclaims down to the limit before it accepts it, and gives up sooner than we do.
-        while let Err(error) = cgroup::limit(&self.cgroup, bytes) {
-            if start.elapsed() > TIMEOUT {
-                return Err(error);
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(())
+        until("the kernel does not come to the limit", TIMEOUT, || Ok(cgroup::limit(&self.cgroup, bytes).ok()))
     }
 
     /// Let all VMs run for a while, and measure them.
@@ -273,7 +255,7 @@ impl Cast {
         window.most_bytes = held.iter().copied().fold(0.0, f64::max);
         window.far_bytes = match (self.side, &bench.kernel) {
             (Side::Ballast, _) => bench.daemon.api().host()?.store_bytes as f64,
-            (_, Ok(device)) => swaps::used(device)?.0 as f64,
+            (_, Ok(device)) => zram::used(device)?.0 as f64,
             _ => 0.0,
         };
         Ok(window)

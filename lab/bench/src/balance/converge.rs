@@ -53,14 +53,13 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
 
 fn figures(bench: &mut Bench, row: &mut Row, side: Side, prefix: &str, specs: &[Spec], scale: Scale) -> Result<()> {
     let jumps = jumps(bench, side, specs, scale)?;
-    let of = |figure: fn(&Jump) -> f64| jumps.iter().map(figure).collect::<Vec<_>>();
-    row.figure(&format!("{prefix}converge_s"), &of(|jump| jump.converge_s));
-    row.figure(&format!("{prefix}steady_slowdown"), &of(|jump| jump.steady_slowdown));
+    row.figure_of(&format!("{prefix}converge_s"), &jumps, |jump| jump.converge_s);
+    row.figure_of(&format!("{prefix}steady_slowdown"), &jumps, |jump| jump.steady_slowdown);
     let others: Vec<f64> = jumps.iter().flat_map(|jump| jump.others_slowdown.iter().copied()).collect();
     row.figure(&format!("{prefix}others_slowdown"), &others);
     if side == Side::Ballast {
-        row.figure("memory_s", &of(|jump| jump.memory_s));
-        row.figure("limit_changes_per_min", &of(|jump| jump.changes_per_min));
+        row.figure_of("memory_s", &jumps, |jump| jump.memory_s);
+        row.figure_of("limit_changes_per_min", &jumps, |jump| jump.changes_per_min);
     }
     Ok(())
 }
@@ -131,21 +130,4 @@ fn last(course: &[(f64, f64)]) -> f64 {
 fn converged(speeds: &[(f64, f64)], enough: f64) -> Option<Duration> {
     let fast = |five: &&[(f64, f64)]| median(&five.iter().map(|(_, speed)| *speed).collect::<Vec<_>>()) >= Some(enough);
     speeds.windows(5).find(fast).map(|five| Duration::from_secs_f64(five[2].0))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_speed_has_converged_when_most_of_a_few_slices_are_fast() {
-        let speeds: Vec<(f64, f64)> = [1.0, 9.0, 1.0, 2.0, 8.0, 9.0, 10.0, 10.0, 1.0, 10.0]
-            .into_iter()
-            .enumerate()
-            .map(|(at, speed)| (at as f64, speed))
-            .collect();
-        assert_eq!(converged(&speeds, 8.0), Some(Duration::from_secs(3)));
-        assert_eq!(converged(&speeds, 20.0), None);
-        assert_eq!(converged(&[], 0.0), None);
-    }
 }

@@ -118,12 +118,9 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("vm_bytes", scale.ram_bytes);
         row.fact("policy", POLICY.word());
         let seen = measure(bench, &mut ours.cast, POLICY, Some(bytes), scale, scale.windows)?;
-        let per_minute = |window: &Window| window.changed as f64 * 60.0 / window.seconds;
-        row.figure("limit_changes_per_min", &seen.iter().map(per_minute).collect::<Vec<_>>());
-        let per_tick = |window: &Window| window.control_us / window.ticks.max(1) as f64;
-        row.figure("control_cpu_us_per_tick", &seen.iter().map(per_tick).collect::<Vec<_>>());
-        let engine = |window: &Window| window.engine_us / window.seconds / 1e4;
-        row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
+        row.figure_of("limit_changes_per_min", &seen, |window| window.changed as f64 * 60.0 / window.seconds);
+        row.figure_of("control_cpu_us_per_tick", &seen, |window| window.control_us / window.ticks.max(1) as f64);
+        row.figure_of("engine_cpu_pct", &seen, |window| window.engine_us / window.seconds / 1e4);
         let others: &[Kind] = match level {
             100 => &[],
             SHORT => &[Kind::Maestro, Kind::Pressure],
@@ -136,9 +133,9 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         let base = ours.after(bench, scale)?;
         let us = report(&mut row, "", &ours.cast, &base, &seen);
         for (policy, seen) in others.iter().zip(by_others) {
-            let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&base.speeds, window))).collect();
-            row.figure(&format!("{policy}_geomean_slowdown"), &slow);
-            row.figure(&format!("{policy}_resident_bytes"), &seen.iter().map(|w| w.resident_bytes).collect::<Vec<_>>());
+            let slow = |window: &Window| geomean(&slowdowns(&base.speeds, window));
+            row.figure_of(&format!("{policy}_geomean_slowdown"), &seen, slow);
+            row.figure_of(&format!("{policy}_resident_bytes"), &seen, |window| window.resident_bytes);
         }
         let kernel = theirs.as_mut().map_err(|why| why.clone()).and_then(|theirs| {
             let both = measure(bench, &mut theirs.cast, Kind::None, Some(bytes), scale, scale.windows)
@@ -177,25 +174,17 @@ pub(super) fn report(row: &mut Row, prefix: &str, cast: &Cast, base: &Base, seen
     let means: Vec<f64> = slow.iter().map(|window| geomean(window)).collect();
     row.figure(&format!("{prefix}aa_geomean_slowdown"), &base.aa);
     row.figure(&format!("{prefix}geomean_slowdown"), &means);
-    row.figure(
-        &format!("{prefix}resident_bytes"),
-        &seen.iter().map(|window| window.resident_bytes).collect::<Vec<_>>(),
-    );
-    row.figure(
-        &format!("{prefix}most_resident_bytes"),
-        &seen.iter().map(|window| window.most_bytes).collect::<Vec<_>>(),
-    );
+    row.figure_of(&format!("{prefix}resident_bytes"), seen, |window| window.resident_bytes);
+    row.figure_of(&format!("{prefix}most_resident_bytes"), seen, |window| window.most_bytes);
     let stored = if prefix.is_empty() { "store_bytes" } else { "zram_bytes" };
-    row.figure(stored, &seen.iter().map(|window| window.far_bytes).collect::<Vec<_>>());
-    let others: Vec<f64> = seen.iter().map(|window| window.others_cpu_pct).collect();
-    row.figure(&format!("{prefix}others_cpu_pct"), &others);
+    row.figure_of(stored, seen, |window| window.far_bytes);
+    row.figure_of(&format!("{prefix}others_cpu_pct"), seen, |window| window.others_cpu_pct);
     for workload in CAST {
         let of = |window: &Window| {
             let vms = cast.vms.iter().zip(&window.misses_per_kop);
             vms.filter(|(vm, _)| vm.spec.workload == workload).map(|(_, misses)| misses / 2.0).sum::<f64>()
         };
-        let key = format!("{prefix}misses_per_kop_{}", word(workload));
-        row.figure(&key, &seen.iter().map(of).collect::<Vec<_>>());
+        row.figure_of(&format!("{prefix}misses_per_kop_{}", word(workload)), seen, of);
     }
     let mut worst = (0.0, String::new());
     for (at, vm) in cast.vms.iter().enumerate() {

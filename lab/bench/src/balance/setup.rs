@@ -22,7 +22,6 @@ pub(super) enum Side {
     Adopted,
 }
 
-/// The four workloads.
 pub(super) const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
 
 /// The policy that divides the memory on Ballast's side, unless a key names another one.
@@ -31,13 +30,10 @@ pub(super) const POLICY: Kind = Kind::Gain;
 /// Sizes and times.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
-    /// RAM of a VM.
     pub(super) ram_bytes: u64,
     /// Time from a change of limits until VMs are measured.
     pub(super) settle: Duration,
-    /// Length of one measurement.
     pub(super) window: Duration,
-    /// Number of measurements.
     pub(super) windows: usize,
     /// Operations of the store with each pattern: some seconds among eight VMs on two CPUs.
     pub(super) store_ops: u64,

@@ -1,24 +1,21 @@
 //! All VMs read all of their memory at once, each limited to half of it. `ballast bench density` runs it.
 //!
-//! Before: a daemon without VMs. After: a row has throughput, waits and fairness of both sides, and the time of `vm
-//! list` meanwhile; a row of its own has a guest's wait when the engine is killed.
+//! Before: a daemon without VMs. After: a row has throughput, waits and fairness of both sides; a row of
+//! its own has a guest's wait when the engine is killed.
 //! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of all guests.
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use ballast_api::Client;
+use ballast_testhost::until;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::fleet::{Fleet, Side, Turn};
 use crate::order::Data;
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::stats::percentile;
 use crate::subject::in_turn;
-
-/// Pause between two lists.
-const PAUSE: Duration = Duration::from_millis(50);
 
 /// Number and length of the measurements.
 struct Plan {
@@ -45,22 +42,18 @@ const HASTY: Plan = Plan {
 /// Add the figures of the turns of a side.
 fn report(row: &mut Row, prefix: &str, turns: &[Turn]) {
     let mut figure = |key: &str, of: fn(&Turn) -> f64| {
-        row.figure(&format!("{prefix}density_{key}"), &turns.iter().map(of).collect::<Vec<_>>());
+        row.figure_of(&format!("{prefix}density_{key}"), turns, of);
     };
     figure("touches_per_s", |turn| turn.touches_per_s);
     figure("p99_us", |turn| turn.p99_us);
     figure("worst_page_ms", |turn| turn.worst_ms);
     figure("fairness", |turn| turn.fairness);
-    figure("busy_pct", |turn| turn.busy_pct);
 }
 
 /// A fleet of this side whose guests are held to half of their RAM.
 fn squeezed(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64, row: &mut Row) -> Result<Fleet> {
     let mut fleet = Fleet::start(bench, side, vms, ram_bytes)?;
-    if side == Side::Ballast {
-        fleet.attach(bench)?;
-    }
-    fleet.fill()?;
+    fleet.fill(bench)?;
     fleet.limit(bench)?;
     if side == Side::Ballast {
         row.fact("vms_above_limit_at_start", fleet.squeezed(bench)?);
@@ -99,42 +92,15 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     }
     let mut sides = sides.into_iter();
     let (mut ballast, ours) = sides.next().context("there is a side")?;
-    // The kernel's side ends before the rest, which its processes would disturb.
     let theirs = sides.next().map(|(_, turns)| turns).unwrap_or_default();
     report(&mut row, "", &ours);
     report(&mut row, "kernel_", &theirs);
     let speed = |turns: &[Turn]| turns.iter().map(|turn| turn.touches_per_s).collect::<Vec<_>>();
     row.ratio("density_ratio_kernel", &speed(&ours), &speed(&theirs));
-    lists(bench, &mut ballast, lead, plan.time, &mut row)?;
     if bench.options.quick {
         ballast.verify()?;
     }
     Ok(row)
-}
-
-/// Measure lists while all guests read.
-fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: &mut Row) -> Result<()> {
-    let (vms, end) = (fleet.len(), lead + time);
-    let list = || {
-        let (mut times, mut failed, begin) = (Vec::new(), 0, Instant::now());
-        while begin.elapsed() < end {
-            let start = Instant::now();
-            match bench.daemon.api().vms() {
-                Ok(list) => ensure!(list.len() == vms, "the list has {} VMs, not {vms}", list.len()),
-                Err(_) => failed += 1,
-            }
-            times.push(start.elapsed().as_secs_f64() * 1e3);
-            std::thread::sleep(PAUSE);
-        }
-        Ok((times, failed))
-    };
-    let (_, (mut times, failed)) = fleet.read(lead, time, list)?;
-    times.sort_by(f64::total_cmp);
-    row.fact("lists", times.len());
-    row.fact("lists_failed", failed);
-    row.figure("density_list_busy_ms", &times);
-    row.figure("density_list_busy_ms_p99", &percentile(&times, 0.99).into_iter().collect::<Vec<_>>());
-    Ok(())
 }
 
 /// Kill the engine while all guests read, once in each turn, and in as many turns keeper and engine. The longest touch
@@ -149,10 +115,8 @@ pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Res
         for _ in bench.progress.over("kill", 0..plan.turns) {
             turns.push(killed(bench, &mut fleet, whom, lead, plan.time)?);
         }
-        let of = |figure: fn(&(Turn, f64)) -> f64| turns.iter().map(figure).collect::<Vec<_>>();
-        row.figure(&format!("{prefix}_ms_max"), &of(|(turn, _)| turn.worst_ms));
-        row.figure(&format!("{prefix}_touches_per_s"), &of(|(turn, _)| turn.touches_per_s));
-        row.figure(&format!("{prefix}_api_ms"), &of(|(_, api_ms)| *api_ms));
+        row.figure_of(&format!("{prefix}_ms_max"), &turns, |(turn, _)| turn.worst_ms);
+        row.figure_of(&format!("{prefix}_api_ms"), &turns, |(_, api_ms)| *api_ms);
     }
     if bench.options.quick {
         fleet.verify()?;
@@ -186,9 +150,10 @@ fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time
         // The client is a new one: requests that were cut off are repeated only for some seconds.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
         let serves = || api.host().is_ok_and(|host| host.engine_pid != before);
-        while !(serves() && (whom == Whom::Engine || api.vms().is_ok_and(|list| list.len() == vms))) {
-            ensure!(killed.elapsed() < Duration::from_secs(120), "no new engine serves the API");
-        }
+        until("no new engine serves the API", Duration::from_secs(120), || {
+            let has_all = || whom == Whom::Engine || api.vms().is_ok_and(|list| list.len() == vms);
+            Ok((serves() && has_all()).then_some(()))
+        })?;
         Ok(killed.elapsed().as_secs_f64() * 1e3)
     };
     fleet.read(lead, time, kill)

@@ -8,15 +8,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use ballast_base::units::MIB;
+use ballast_base::{Bytes, MIB};
 use ballast_sys::clock::monotonic_ns;
 
-use crate::order::{Answer, Backing, Order, ReaderConfig, Role};
+use crate::cgroup;
+use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Role};
 use crate::rig::Bench;
 use crate::stats::median;
 use crate::waits::Waits;
 use crate::worker::Worker;
-use crate::{cgroup, cpu};
 
 /// Time after which VMs that are not within their limits are measured as they are.
 const SQUEEZE: Duration = Duration::from_secs(60);
@@ -29,7 +29,6 @@ pub(crate) enum Side {
     Kernel,
 }
 
-/// One guest.
 struct Member {
     worker: Worker,
     name: String,
@@ -37,7 +36,6 @@ struct Member {
     cgroup: Option<(PathBuf, u64)>,
 }
 
-/// The guests.
 pub(crate) struct Fleet {
     ram_bytes: u64,
     members: Vec<Member>,
@@ -51,11 +49,10 @@ pub(crate) struct Turn {
     pub(crate) worst_ms: f64,
     /// Touches of the slowest guest over the median of all.
     pub(crate) fairness: f64,
-    pub(crate) busy_pct: f64,
 }
 
 impl Fleet {
-    /// Start the processes. Their RAM is empty and not attached.
+    /// Start the processes, which have no RAM yet.
     pub(crate) fn start(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64) -> Result<Self> {
         let mut members = Vec::new();
         for number in 0..vms as u64 {
@@ -65,7 +62,8 @@ impl Fleet {
                 Some(cgroup) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
                 None => Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() },
             };
-            let worker = Worker::start(&Role::Reader(ReaderConfig { backing, ram_bytes, number }))?;
+            let (kind, pages, data) = (GuestKind::Native, Bytes(ram_bytes).pages_floor().0, Data::HalfCompressible);
+            let worker = Worker::start(&Role::Guest(GuestConfig { backing, kind, ram_bytes, pages, data, number }))?;
             members.push(Member { worker, name, cgroup: cgroup.map(|path| (path, 0)) });
         }
         Ok(Self { ram_bytes, members })
@@ -75,19 +73,16 @@ impl Fleet {
         self.members.len()
     }
 
-    /// Attach all at once.
-    pub(crate) fn attach(&mut self, bench: &Bench) -> Result<()> {
-        self.ask_all(&Order::Attach)?;
-        self.members.iter().try_for_each(|member| bench.daemon.wait_for_vm(&member.name))
-    }
-
-    /// Fill the RAM of all, one after the other.
-    pub(crate) fn fill(&mut self) -> Result<()> {
+    /// Attach and fill the RAM of all, one after the other.
+    pub(crate) fn fill(&mut self, bench: &Bench) -> Result<()> {
         for member in &mut self.members {
             if let Some((cgroup, own)) = &mut member.cgroup {
                 *own = cgroup::usage(cgroup)?;
             }
             member.worker.ask(&Order::Fill)?;
+            if member.cgroup.is_none() {
+                bench.daemon.wait_for_vm(&member.name)?;
+            }
         }
         Ok(())
     }
@@ -127,11 +122,8 @@ impl Fleet {
         self.members.iter_mut().try_for_each(|member| member.worker.tell(&order))?;
         ensure!(monotonic_ns() < from_ns, "the guests did not all begin within {lead:?}");
         std::thread::sleep(Duration::from_nanos(from_ns.saturating_sub(monotonic_ns())));
-        let (cpu_us, start) = (cpu::of_machine()?, Instant::now());
         let meanwhile = meanwhile()?;
         std::thread::sleep(Duration::from_nanos(until_ns.saturating_sub(monotonic_ns())));
-        let cpus = std::thread::available_parallelism()?.get() as f64;
-        let busy_pct = (cpu::of_machine()? - cpu_us) / start.elapsed().as_secs_f64() / 1e4 / cpus;
         let (mut waits, mut touches) = (Waits::default(), Vec::new());
         for answer in self.answers()? {
             let Answer::Read(reads) = answer else { bail!("a guest does not read") };
@@ -144,7 +136,6 @@ impl Fleet {
             p99_us: waits.percentile_ns(0.99) as f64 / 1e3,
             worst_ms: waits.worst_ns() as f64 / 1e6,
             fairness: slowest / median(&touches).unwrap_or(0.0).max(1.0),
-            busy_pct,
         };
         Ok((turn, meanwhile))
     }

@@ -8,13 +8,10 @@
 
 mod busy;
 pub(crate) mod fleet;
-mod guest;
 
 use anyhow::{Context, Result};
 use ballast_base::units::MIB;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-pub(crate) use guest::Reader;
 
 use crate::options::Part;
 use crate::report::Row;

@@ -127,34 +127,3 @@ fn split<'a>(area: &Area<'a>) -> (Area<'a>, Option<Area<'a>>) {
 fn label(value: &f64) -> String {
     if value.fract().abs() < 1e-9 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn a_limit_is_drawn_only_while_it_holds() {
-        let points = [(0.0, None), (1.0, Some(5.0)), (2.0, Some(5.0)), (3.0, None)];
-        assert_eq!(stretches(&points), [vec![(1.0, 5.0), (2.0, 5.0)]]);
-        assert!(stretches(&[]).is_empty());
-    }
-
-    #[test]
-    fn the_picture_names_what_is_drawn_and_refuses_lists_of_other_lengths() {
-        let mut row = json!({
-            "ram_bytes": 64 << 20, "limited_to_bytes": 32 << 20, "t_s": [0.1, 0.2, 0.3],
-            "limit_bytes": [null, 33554432, null],
-            "resident_bytes": [67108864, 50000000, 33554432], "far_bytes": [0, 100, 200],
-            "refaults_per_s": [0, 10, 20], "quarantine_hits_per_s": [0, 1, 2],
-        });
-        let (_, text) = draw(&row).expect("draw");
-        for words in
-            ["A VM of 64 MiB", "limit of 32 MiB", "MiB", "1000 faults/s", "seconds", "limit", "in DRAM", "refaults"]
-        {
-            assert!(text.contains(words), "no {words:?} in {text}");
-        }
-        row["far_bytes"] = json!([1]);
-        assert!(draw(&row).expect_err("refused").to_string().contains("far_bytes has 1 values for 3 times"));
-    }
-}

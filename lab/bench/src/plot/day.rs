@@ -43,19 +43,3 @@ pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let text = picture(&title, ("hours (a day in ten minutes)", HOURS), &[("GiB", memory), ("ms", latency)])?;
     Ok((title, text))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn a_day_has_a_curve_for_each_side_that_was_measured() {
-        let row = json!({
-            "day_s": 4, "servers": 3, "used_bytes": [1, 2, 3, 4], "p99_us_of_16": [100, 200, 300, 100],
-            "used_bytes_without": [5, 6, 7, 8], "p99_us_of_16_without": [100, 100, 100, 100],
-        });
-        let (_, text) = draw(&row).expect("draw");
-        assert!(text.contains("Ballast") && text.contains("without") && !text.contains("adopted"), "{text}");
-    }
-}

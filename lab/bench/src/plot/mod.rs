@@ -165,36 +165,6 @@ fn balance(rows: &Rows) -> Chart {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::Row;
-    use serde_json::json;
-
-    #[test]
-    fn each_headline_in_the_rows_has_a_file_and_no_other() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let file = dir.path().join("rows.jsonl");
-        let rows = concat!(
-            r#"{"bench":"restore","guest":"native","data":"half_compressible","restore_us_p50":0.3}"#,
-            "\n",
-            r#"{"bench":"balance","guest":"native","level_pct":60,"geomean_slowdown":1.8,"#,
-            r#""kernel_geomean_slowdown":2.6}"#,
-            "\n",
-            r#"{"bench":"balance","guest":"native","pair":"store+scan","pair_slowdown":1.2}"#,
-            "\n",
-            r#"{"bench":"idle","guest":"kvm","workload":"zipf","idle_overhead_pct":1}"#,
-            "\n",
-        );
-        std::fs::write(&file, rows).expect("rows");
-        let written = run(std::slice::from_ref(&file), dir.path()).expect("plots");
-        assert_eq!(written, ["restore.svg", "balance.svg"].map(|name| dir.path().join(name)));
-        let text = std::fs::read_to_string(&written[1]).expect("a picture");
-        assert!(text.contains("60 %") && text.contains("2.6"), "{text}");
-        assert!(
-            text.contains("<title>Eight VMs in less memory") && text.contains("Rows: rows.jsonl.</desc>"),
-            "{text}"
-        );
-        std::fs::write(&file, "").expect("no rows");
-        assert!(run(&[file], dir.path()).expect_err("nothing").to_string().contains("no row of restore"));
-    }
 
     #[test]
     fn the_pictures_of_the_docs_are_those_of_the_newest_rows_and_say_what_they_show() {
@@ -218,42 +188,5 @@ mod tests {
             let text = std::fs::read_to_string(&picture).expect("a picture");
             assert!(text.contains("<title>") && text.contains("<desc>"), "{} has no words", picture.display());
         }
-    }
-
-    /// A row as the benches print it.
-    fn printed(bench: &str, facts: &[(&str, Value)], figures: &[&str], differences: &[&str]) -> String {
-        let mut row = Row::new(bench, "native", "a test");
-        facts.iter().for_each(|(key, value)| row.fact(key, value.clone()));
-        figures.iter().for_each(|key| row.figure(key, &[2.0, 2.5, 3.0]));
-        differences.iter().for_each(|key| row.difference(key, &[-0.5, 0.1, 0.2, 0.7]));
-        row.because("something else");
-        row.json(&json!({"kernel": "6.18", "cpus": 2})).to_string() + "\n"
-    }
-
-    #[test]
-    fn every_headline_is_drawn_from_printed_rows_and_a_later_file_counts() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let percentiles = |sides: [&str; 4]| sides.map(|side| ["p50", "p90", "p99"].map(|p| format!("{side}_us_{p}")));
-        let restore = percentiles(["restore", "kernel_swapin", "plain", "floor"]).concat();
-        let restore: Vec<&str> = restore.iter().map(String::as_str).collect();
-        let reclaim = ["reclaim_pages_per_s", "kernel_pageout_pages_per_s", "plain_pageout_pages_per_s"];
-        let balance = ["geomean_slowdown", "maestro_geomean_slowdown", "kernel_geomean_slowdown"];
-        let data = ("data", json!("half_compressible"));
-        let rows = [
-            printed("restore", std::slice::from_ref(&data), &restore, &[]),
-            printed("reclaim", &[data], &reclaim, &[]),
-            printed("idle", &[("workload", json!("zipf"))], &[], &["idle_overhead_pct", "idle_aa_pct"]),
-            printed("balance", &[("level_pct", json!(60))], &balance, &[]),
-            printed("balance", &[("level_pct", json!(68))], &["converge_s"], &[]),
-        ];
-        let [older, newer] = ["1.jsonl", "2.jsonl"].map(|name| dir.path().join(name));
-        let old = r#"{"bench":"balance","guest":"native","level_pct":45,"geomean_slowdown":9.9}"#;
-        std::fs::write(&older, old).expect("rows");
-        std::fs::write(&newer, rows.concat()).expect("rows");
-        let written = run(&[older, newer], dir.path()).expect("plots");
-        let names = ["restore.svg", "reclaim.svg", "idle.svg", "balance.svg"];
-        assert_eq!(written, names.map(|name| dir.path().join(name)));
-        let text = std::fs::read_to_string(&written[3]).expect("a picture");
-        assert!(text.contains("60 %") && !text.contains("45 %") && !text.contains("68 %"), "{text}");
     }
 }

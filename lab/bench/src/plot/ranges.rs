@@ -148,35 +148,3 @@ fn number(value: f64) -> String {
     let short = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     if short == "-0" { "0".into() } else { short.into() }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_chart_names_its_axis_sides_groups_and_medians() {
-        let point = |median| Some(Point { median, low: median / 2.0, high: median * 2.0 });
-        let mut chart = Chart {
-            title: "a title".into(),
-            axis: "us, logarithmic",
-            logarithmic: true,
-            sides: vec![Side("Ballast", OURS), Side("kernel", KERNEL)],
-            groups: vec![("p50".into(), vec![point(0.3), point(5.9)]), ("p99".into(), vec![point(14.9), None])],
-        };
-        let text = chart.draw().expect("draw");
-        for words in ["a title", "us, logarithmic", "Ballast", "kernel", "p50", "p99", "0.3", "5.9", "14.9"] {
-            assert!(text.contains(words), "no {words:?} in {text}");
-        }
-        assert!(!chart.is_empty());
-        let words = "Medians and ranges, us, logarithmic. p50: Ballast 0.3 [0.15 to 0.6], kernel 5.9 [2.95 to 11.8]; \
-                     p99: Ballast 14.9 [7.45 to 29.8].";
-        assert_eq!(chart.in_words(), words);
-        chart.groups = vec![("p50".into(), vec![None, None])];
-        assert!(chart.is_empty());
-    }
-
-    #[test]
-    fn a_number_has_three_digits() {
-        assert_eq!([0.3, 14.9, 182.6, -0.001, 2.0, 60.0].map(number), ["0.3", "14.9", "183", "0", "2", "60"]);
-    }
-}

@@ -72,28 +72,3 @@ impl Point {
         Some(Self { median, low, high: figure("_ci95_high").or(figure("_max")).unwrap_or(median) })
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn a_point_has_the_interval_before_the_rounds_and_nothing_where_nothing_was_measured() {
-        let row = json!({"a": 4.0, "a_min": 2.0, "a_max": 8.0, "b": 1.0, "b_min": 0.0, "b_ci95_low": 0.5,
-                         "b_ci95_high": 1.5, "c": null});
-        assert_eq!(Point::of(&row, "a", 2.0), Some(Point { median: 2.0, low: 1.0, high: 4.0 }));
-        assert_eq!(Point::of(&row, "b", 1.0), Some(Point { median: 1.0, low: 0.5, high: 1.5 }));
-        assert_eq!([Point::of(&row, "c", 1.0), Point::of(&row, "d", 1.0)], [None; 2]);
-    }
-
-    #[test]
-    fn a_line_that_is_no_row_is_refused_by_its_number() {
-        let file = Path::new("rows.jsonl");
-        assert_eq!(parse(file, "{\"bench\": \"restore\"}\n\n").expect("one row").len(), 1);
-        for wrong in ["{\"bench\": \"restore\"}\nnonsense\n", "{\"bench\": \"restore\"}\n{}\n"] {
-            let error = format!("{:#}", parse(file, wrong).expect_err("refused"));
-            assert!(error.contains("rows.jsonl, line 2"), "{error}");
-        }
-    }
-}

@@ -4,7 +4,7 @@
 //! Threads: the bench's one. Units: bytes. Promise: a size that the pool has is zeroed and no VM's.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
@@ -12,13 +12,13 @@ use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE};
 use ballast_client::pool::take;
 use ballast_sys::Mapping;
+use ballast_testhost::until;
 
 use crate::end_pool::unmount;
 use crate::rig::Bench;
 
 /// How long the engine may take to zero what VMs had: some 100 ms a GiB on an idle machine.
 const SETTLED_WITHIN: Duration = Duration::from_secs(120);
-const PAUSE: Duration = Duration::from_millis(2);
 
 pub(super) struct Product {
     api: Client,
@@ -31,11 +31,9 @@ impl Product {
         let dir = bench.daemon.dir().to_owned();
         let api = Client::new(dir.join("api.sock"))?.retry_for(Duration::from_secs(20));
         let product = Self { api, dir };
-        let start = Instant::now();
-        while !product.socket().exists() {
-            ensure!(start.elapsed() < SETTLED_WITHIN, "the engine does not open the socket of its pool");
-            std::thread::sleep(PAUSE);
-        }
+        until("the engine does not open the socket of its pool", SETTLED_WITHIN, || {
+            Ok(product.socket().exists().then_some(()))
+        })?;
         bench.guard.end_pool(product.dir.join("pool"), bench.daemon.keeper_pid())?;
         Ok(product)
     }
@@ -72,15 +70,7 @@ impl Product {
     }
 
     fn settled(&self, is: impl Fn(&PoolStat) -> bool) -> Result<PoolStat> {
-        let start = Instant::now();
-        loop {
-            let stat = self.stat()?;
-            if is(&stat) {
-                return Ok(stat);
-            }
-            ensure!(start.elapsed() < SETTLED_WITHIN, "the pool does not come to rest: {stat:?}");
-            std::thread::sleep(PAUSE);
-        }
+        until("the pool does not come to rest", SETTLED_WITHIN, || Ok(Some(self.stat()?).filter(&is)))
     }
 
     /// RAM for a VM that the bench's process is, from the request to its page tables.

@@ -9,13 +9,14 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, GIB, MIB, PAGE_SIZE};
-use ballast_sys::{Mapping, memfd, program};
+use ballast_sys::{Mapping, memfd};
+use ballast_testkit::program::Ends;
 use ballast_testvm::qemu::{QEMU, qemu_missing};
 use rustix::process::Signal;
 
@@ -27,7 +28,6 @@ use crate::rig::Bench;
 /// Where memory comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
-    /// The pool.
     Pool,
     /// Huge pages that the kernel has reserved.
     Hugetlb,
@@ -48,7 +48,6 @@ enum Ram {
     Run,
     /// Memory of the pool, by `ballast run --pool`.
     Pool,
-    /// The same on demand.
     PoolOnDemand,
     /// The same as `Pool`, and QEMU locks all its memory.
     PoolLocked,
@@ -194,16 +193,6 @@ fn check_and_mark(map: &Mapping) -> Result<()> {
     Ok(())
 }
 
-/// A process that ends with this value.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// The time from the start of QEMU, stopped and without devices, until it answers, in milliseconds.
 fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
     let ours = match ram {
@@ -215,9 +204,10 @@ fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
     let mut command = match ours {
         None => Command::new(QEMU),
         Some(how) => {
-            let mut command = Command::new(program::find("ballast").context("Finding what starts QEMU")?);
-            command.args(["run", "--name", &bench.vm_name(), how, "--attach-socket"]);
-            command.arg(bench.daemon.attach_socket()).args(["--", QEMU]);
+            let name = bench.vm_name();
+            let words = bench.daemon.run_words(&name, &[how])?;
+            let mut command = Command::new(&words[0]);
+            command.args(&words[1..]).arg(QEMU);
             command
         }
     };
@@ -242,7 +232,7 @@ fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
     }
     let start = Instant::now();
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut running = Running(child.context("Starting QEMU")?);
+    let mut running = Ends(child.context("Starting QEMU")?);
     let (input, output) = (running.0.stdin.take(), running.0.stdout.take());
     let (mut input, output) = input.zip(output).context("QEMU has no input or no output")?;
     input.write_all(b"{\"execute\":\"qmp_capabilities\"}\n").context("Asking QEMU")?;

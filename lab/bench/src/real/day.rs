@@ -196,20 +196,3 @@ fn end(bench: &Bench, one: Here) -> Result<()> {
 fn available() -> Result<u64> {
     meminfo::bytes("MemAvailable").context("/proc/meminfo has no MemAvailable")
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_server_lives_within_the_day_and_works_within_its_life() {
-        for (day, servers) in [(DAY_S, SERVERS), (DAY_QUICK_S, SERVERS_QUICK)] {
-            let lives = lives(day, servers, KEYS);
-            assert_eq!(lives.len(), servers);
-            for life in lives {
-                assert!(life.from < life.to && life.to <= day, "{} to {}", life.from, life.to);
-                assert!(life.work.iter().all(|(from, to)| life.from <= *from && from < to && *to <= life.to));
-            }
-        }
-    }
-}

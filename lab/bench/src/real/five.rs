@@ -24,7 +24,7 @@ pub(super) fn run(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row)
         Some(side) => vec![side],
         None => vec![Side::Ballast, Side::Adopted, Side::Kernel],
     };
-    let name = format!("{program:?}").to_lowercase();
+    let name = program.name();
     let order = bench.options.real.order.unwrap_or(Sequence::Random);
     let mut row = bench.row(&format!("{name}: memory that can be far for 5 % of its speed"));
     row.fact("program", name);
@@ -39,7 +39,7 @@ pub(super) fn run(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row)
         }
         let end = side.end_of_keys();
         let mut figure = |key: &str, value: fn(&(u64, Turn)) -> f64| {
-            row.figure(&format!("five_{key}{end}"), &found.iter().map(value).collect::<Vec<_>>());
+            row.figure_of(&format!("five_{key}{end}"), &found, value);
         };
         figure("far_pct", |(far, _)| *far as f64);
         figure("speed", |(_, turn)| turn.speed);

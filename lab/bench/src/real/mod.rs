@@ -16,7 +16,7 @@ use anyhow::{Result, bail};
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::{batch, server};
 
-use self::running::{Running, Runs, has_swap, runs};
+use self::running::{Running, has_swap, protocol_of};
 use self::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
 use crate::options::{Part, RealProgram as Program, RealSide as Side};
 use crate::report::Row;
@@ -36,11 +36,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         return day::run(bench, each);
     }
     let program = options.real.program.unwrap_or(Program::Redis);
-    let why = match runs(program) {
-        Runs::Server(protocol) => server::missing(protocol),
-        Runs::Batch(_) => batch::missing(),
-    };
-    if let Some(why) = why {
+    let protocol = protocol_of(program);
+    if let Some(why) = protocol.map_or_else(batch::missing, server::missing) {
         bail!("{why}");
     }
     if options.part == Some(Part::Five) {
@@ -48,9 +45,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     let orders = match (options.real.order, options.quick) {
         (Some(order), _) => vec![order],
-        _ if matches!(runs(program), Runs::Batch(_)) => vec![Sequence::Repeat],
-        (None, true) => vec![Sequence::Repeat],
-        (None, false) => vec![Sequence::Repeat, Sequence::Random],
+        (None, quick) if quick || protocol.is_none() => vec![Sequence::Repeat],
+        _ => vec![Sequence::Repeat, Sequence::Random],
     };
     let levels = match (options.levels.is_empty(), options.quick) {
         (false, _) => options.levels.clone(),
@@ -68,7 +64,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 }
 
 fn measure(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sides: &[Side]) -> Result<Row> {
-    let program_name = format!("{program:?}").to_lowercase();
+    let program_name = program.name();
     let mut row = bench.row(&format!("{program_name}, {}, {level} % of its memory", sequence.name()));
     row.fact("program", program_name);
     row.fact("order", sequence.name());
@@ -92,12 +88,12 @@ fn measure(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, 
     for (side, of_side) in &turns {
         let end = side.end_of_keys();
         let mut figure = |key: &str, value: fn(&Turn) -> f64| {
-            row.figure(&format!("real_{key}{end}"), &of_side.iter().map(value).collect::<Vec<_>>());
+            row.figure_of(&format!("real_{key}{end}"), of_side, value);
         };
         figure("speed", |turn| turn.speed);
         figure("requests_per_s_without_limit", |turn| turn.free_per_s);
         figure("requests_per_s", |turn| turn.limited.per_s);
-        if matches!(runs(program), Runs::Server(_)) {
+        if protocol_of(program).is_some() {
             figure("p50_us_of_16", |turn| turn.limited.p50_us);
             figure("p95_us_of_16", |turn| turn.limited.p95_us);
             figure("p99_us_of_16", |turn| turn.limited.p99_us);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use ballast_api::VmStat;
 use ballast_base::MIB;
-use ballast_realmem::batch::{self, Batch};
+use ballast_realmem::batch::Batch;
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::{Load, Window};
 use ballast_realmem::protocol::Protocol;
@@ -66,16 +66,16 @@ impl Running {
                 .with_context(|| format!("Moving {pid} to {}", cgroup.display())),
         };
         let keys = if quick { KEYS_QUICK } else { KEYS };
-        let (mut work, pid) = match runs(program) {
-            Runs::Server(protocol) => {
+        let (mut work, pid) = match protocol_of(program) {
+            Some(protocol) => {
                 let server = Server::start(protocol, &memory, place)?;
                 let pid = server.pid();
                 bench.guard.end_process(pid)?;
                 let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
                 (Work::Server { load, _server: server }, pid)
             }
-            Runs::Batch(kind) => {
-                let batch = Batch::start(kind, &memory, place)?;
+            None => {
+                let batch = Batch::start(&program.name(), &memory, place)?;
                 let pid = batch.pid();
                 bench.guard.end_process(pid)?;
                 (Work::Batch(batch), pid)
@@ -208,25 +208,12 @@ pub(super) fn has_swap(bench: &Bench, side: Side, row: &mut Row) -> bool {
     }
 }
 
-/// What a program is.
-pub(super) enum Runs {
-    /// A server, with a load on the other CPU.
-    Server(Protocol),
-    /// A program that repeats a unit of work.
-    Batch(batch::Kind),
-}
-
-pub(super) fn runs(program: Program) -> Runs {
+/// The protocol of a server, which has a load on the other CPU. Other programs repeat a unit of work.
+pub(super) fn protocol_of(program: Program) -> Option<Protocol> {
     match program {
-        Program::Redis => Runs::Server(Protocol::Redis),
-        Program::Memcached => Runs::Server(Protocol::Memcached),
-        Program::Tpch => Runs::Batch(batch::Kind::Tpch),
-        Program::Graph => Runs::Batch(batch::Kind::Graph),
-        Program::Dgemm => Runs::Batch(batch::Kind::Dgemm),
-        Program::Kmeans => Runs::Batch(batch::Kind::Kmeans),
-        Program::Triangles => Runs::Batch(batch::Kind::Triangles),
-        Program::Gups => Runs::Batch(batch::Kind::Gups),
-        Program::Lookups => Runs::Batch(batch::Kind::Lookups),
+        Program::Redis => Some(Protocol::Redis),
+        Program::Memcached => Some(Protocol::Memcached),
+        _ => None,
     }
 }
 

@@ -38,12 +38,10 @@ pub(crate) enum Way {
     Whole,
     /// As ours, but of a twentieth of the huge pages alone.
     Sampled,
-    /// What was touched first stays in fast memory.
-    FirstTouch,
 }
 
 impl Way {
-    pub(crate) const ALL: [Self; 4] = [Self::Ours, Self::Whole, Self::Sampled, Self::FirstTouch];
+    pub(crate) const ALL: [Self; 3] = [Self::Ours, Self::Whole, Self::Sampled];
 
     /// The suffix of its keys; ours have none.
     pub(crate) fn suffix(self) -> &'static str {
@@ -51,7 +49,6 @@ impl Way {
             Self::Ours => "",
             Self::Whole => "_whole_pages",
             Self::Sampled => "_sampled_5pct",
-            Self::FirstTouch => "_first_touch",
         }
     }
 }
@@ -66,9 +63,8 @@ pub(crate) struct Truth {
 }
 
 impl Truth {
-    /// `bloat_pct` of the accessed pages are in bloated units, anywhere in one or in one block of it; `stray_pct` of
-    /// accesses go anywhere.
-    pub(crate) fn new(units: u64, bloat_pct: u64, is_block: bool, stray_pct: f64, rng: &mut Random) -> Self {
+    /// `bloat_pct` of the accessed pages are in bloated units; `stray_pct` of accesses go anywhere.
+    pub(crate) fn new(units: u64, bloat_pct: u64, stray_pct: f64, rng: &mut Random) -> Self {
         let accessed = units * PAGES_PER_UNIT / ACCESSED;
         let each = PAGES_PER_UNIT / ACCESSED;
         let bloated = (accessed * bloat_pct / 100 / each).min(units);
@@ -78,14 +74,7 @@ impl Truth {
         let mut order: Vec<usize> = (0..hot.len()).collect();
         (1..order.len()).rev().for_each(|last| order.swap(last, rng.below(last as u64 + 1) as usize));
         for (place, at) in order.into_iter().take((bloated + full) as usize).enumerate() {
-            hot[at] = match (place as u64) < bloated {
-                true if is_block => {
-                    let (pages, block) = (some(each, BLOCK, rng), rng.below(PAGES_PER_UNIT / BLOCK) as usize);
-                    PageMap(std::array::from_fn(|word| if word == block { pages.0[0] } else { 0 }))
-                }
-                true => some(each, PAGES_PER_UNIT, rng),
-                false => PageMap::ALL,
-            };
+            hot[at] = if (place as u64) < bloated { some(each, rng) } else { PageMap::ALL };
         }
         let pages: u64 = hot.iter().map(|hot| hot.count()).sum();
         let stray = RATE * pages as f64 * stray_pct / 100.0 / (units * PAGES_PER_UNIT) as f64;
@@ -97,33 +86,27 @@ impl Truth {
         self.hot[unit].and(pages).count() as f64 * self.rate + pages.count() as f64 * self.stray
     }
 
-    /// How many units there are.
     pub(crate) fn units(&self) -> u64 {
         self.hot.len() as u64
     }
 
-    /// All accesses a second.
     pub(crate) fn all(&self) -> f64 {
         (0..self.hot.len()).map(|unit| self.of(unit, PageMap::ALL)).sum()
     }
 
-    /// The largest share that fast memory can serve, with pages of 4 KiB and with huge pages.
-    pub(crate) fn oracle(&self) -> (f64, f64) {
+    /// The largest share that fast memory can serve.
+    pub(crate) fn oracle(&self) -> f64 {
         let room = self.hot.len() as u64 * PAGES_PER_UNIT / FAST;
         let hot = self.hot.iter().map(|hot| hot.count()).sum::<u64>().min(room);
-        let small = hot as f64 * self.rate + room as f64 * self.stray;
-        let mut units: Vec<f64> = (0..self.hot.len()).map(|unit| self.of(unit, PageMap::ALL)).collect();
-        units.sort_by(|a, b| b.total_cmp(a));
-        let huge: f64 = units.iter().take((room / PAGES_PER_UNIT) as usize).sum();
-        (small / self.all(), huge / self.all())
+        (hot as f64 * self.rate + room as f64 * self.stray) / self.all()
     }
 }
 
-/// This number of the first `of` pages of a unit.
-fn some(count: u64, of: u64, rng: &mut Random) -> PageMap {
+/// This number of the pages of a unit.
+fn some(count: u64, rng: &mut Random) -> PageMap {
     let mut pages = PageMap::NONE;
     while pages.count() < count {
-        pages.set(rng.below(of));
+        pages.set(rng.below(PAGES_PER_UNIT));
     }
     pages
 }
@@ -157,8 +140,6 @@ pub(crate) struct Guest {
     huge: Vec<bool>,
     /// Huge pages that were split, and joined again.
     pub(crate) changed: (u64, u64),
-    /// Pages that were moved.
-    pub(crate) moved: u64,
 }
 
 impl Guest {
@@ -174,7 +155,6 @@ impl Guest {
             slow: (0..units).map(|unit| if unit < fast { PageMap::NONE } else { PageMap::ALL }).collect(),
             huge: vec![true; units as usize],
             changed: (0, 0),
-            moved: 0,
         }
     }
 
@@ -184,7 +164,6 @@ impl Guest {
         fast.sum::<f64>() / truth.all()
     }
 
-    /// Time since the start.
     pub(crate) fn now(&self) -> Duration {
         self.now
     }
@@ -250,9 +229,6 @@ impl Guest {
 
     /// Carry out the product's plan.
     fn place(&mut self) {
-        if self.way == Way::FirstTouch {
-            return;
-        }
         let unit = |(id, warmth): (UnitId, _)| {
             let number = id.unit as usize;
             Unit { id, here: PageMap::ALL, slow: self.slow[number], huge: self.huge[number], warmth }
@@ -266,7 +242,6 @@ impl Guest {
             }
             let slow = self.slow[unit];
             self.slow[unit] = if one.down { slow.or(one.pages) } else { slow.without(one.pages) };
-            self.moved += one.pages.count();
         }
         for id in plan.join {
             self.huge[id.unit as usize] = true;
@@ -287,34 +262,33 @@ mod tests {
     }
 
     fn ours_is_near_the_oracle_and_whole_pages_are_not(truth: &Truth) {
-        let (oracle, _) = truth.oracle();
+        let oracle = truth.oracle();
         let (ours, whole) = (served(Way::Ours, truth), served(Way::Whole, truth));
         assert!(oracle - ours < 0.03 && oracle - whole > 0.3, "{oracle} {ours} {whole}");
     }
 
     #[test]
     fn on_bloated_memory_ours_is_within_3_points_of_the_oracle_where_whole_pages_lose_30() {
-        let truth = Truth::new(400, 50, false, 0.0, &mut Random(3));
+        let truth = Truth::new(400, 50, 0.0, &mut Random(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
     }
 
     #[test]
     fn stray_accesses_that_touch_every_huge_page_cost_ours_less_than_3_points() {
-        let truth = Truth::new(400, 50, false, 1.0, &mut Random(3));
+        let truth = Truth::new(400, 50, 1.0, &mut Random(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
         let mut even = Guest::new(Way::Ours, 400, 7);
-        let truth = Truth::new(400, 0, false, 1.0, &mut Random(3));
+        let truth = Truth::new(400, 0, 1.0, &mut Random(3));
         (0..40).for_each(|_| even.cycle(&truth));
         assert!(even.changed.0 < 3, "strays alone split {} huge pages", even.changed.0);
     }
 
     #[test]
     fn without_bloat_nothing_is_split_and_all_ways_that_move_serve_the_same() {
-        let truth = Truth::new(400, 0, false, 0.0, &mut Random(3));
+        let truth = Truth::new(400, 0, 0.0, &mut Random(3));
         let mut guest = Guest::new(Way::Ours, 400, 7);
         (0..40).for_each(|_| guest.cycle(&truth));
         assert_eq!((guest.changed, guest.hits(&truth)), ((0, 0), 1.0));
         assert_eq!(served(Way::Whole, &truth), 1.0);
-        assert!(served(Way::FirstTouch, &truth) < 0.5);
     }
 }

@@ -8,14 +8,14 @@
 use std::fs::File;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use anyhow::{Context, Result};
 use ballast_base::{Bytes, MIB};
 
 use super::console::Console;
-use super::error::Error;
 use super::guest::QemuGuest;
 use super::image::{Image, QEMU};
 
@@ -47,18 +47,6 @@ impl Accel {
     }
 }
 
-/// The balloon device of a guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Balloon {
-    /// None.
-    #[default]
-    None,
-    /// A balloon that only QMP moves.
-    Plain,
-    /// A balloon with free page reporting: the guest also returns free pages by itself, 2-4 MiB at a time.
-    FreePageReporting,
-}
-
 /// The options of a guest. All have defaults; see the methods.
 #[derive(Clone, Debug)]
 pub struct Builder {
@@ -69,12 +57,11 @@ pub struct Builder {
     shared_memory: bool,
     huge_pages: bool,
     memory_object: Option<String>,
-    balloon: Balloon,
+    balloon: bool,
     prefix: Vec<String>,
     env: Vec<(String, String)>,
     extra_args: Vec<String>,
     run: Option<String>,
-    dir: Option<PathBuf>,
 }
 
 impl Builder {
@@ -87,12 +74,11 @@ impl Builder {
             shared_memory: true,
             huge_pages: false,
             memory_object: None,
-            balloon: Balloon::None,
+            balloon: false,
             prefix: Vec::new(),
             env: Vec::new(),
             extra_args: Vec::new(),
             run: None,
-            dir: None,
         }
     }
 
@@ -138,9 +124,9 @@ impl Builder {
         self
     }
 
-    /// Set the balloon device (default: none).
-    pub fn balloon(mut self, balloon: Balloon) -> Self {
-        self.balloon = balloon;
+    /// Add a balloon with free page reporting: the guest also returns free pages by itself, 2-4 MiB at a time.
+    pub fn balloon(mut self) -> Self {
+        self.balloon = true;
         self
     }
 
@@ -171,12 +157,6 @@ impl Builder {
     /// Run this shell command in the guest instead of Redis, then power off: see [`QemuGuest::wait_run`].
     pub fn run(mut self, command: impl Into<String>) -> Self {
         self.run = Some(command.into());
-        self
-    }
-
-    /// Set a directory that keeps console log and QMP socket (default: a temporary one, removed with the guest).
-    pub fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
-        self.dir = Some(dir.into());
         self
     }
 
@@ -214,44 +194,26 @@ impl Builder {
         put(&["-qmp", &format!("unix:{},server=on,wait=off", qmp.display())]);
         put(&["-netdev", &format!("user,id=net0,restrict=on,hostfwd=tcp:127.0.0.1:{redis_port}-10.0.2.15:6379")]);
         put(&["-device", "virtio-net-pci,netdev=net0,romfile="]);
-        match self.balloon {
-            Balloon::None => {}
-            Balloon::Plain => put(&["-device", "virtio-balloon-pci,id=balloon0"]),
-            Balloon::FreePageReporting => {
-                put(&["-device", "virtio-balloon-pci,id=balloon0,free-page-reporting=on"]);
-            }
+        if self.balloon {
+            put(&["-device", "virtio-balloon-pci,id=balloon0,free-page-reporting=on"]);
         }
         args.extend(self.extra_args.iter().cloned());
         args
     }
 
     /// Start the guest. Returns at once: [`QemuGuest::wait_ready`] waits for the boot.
-    pub fn spawn(self) -> Result<QemuGuest, Error> {
-        let io = |doing| {
-            let guest = self.name.clone();
-            move |source| Error::Io { doing, guest, source }
-        };
+    pub fn spawn(self) -> Result<QemuGuest> {
         let image = match self.image.clone() {
             Some(image) => image,
             None => Image::find()?,
         };
-        let (dir, owned_dir) = match &self.dir {
-            Some(dir) => {
-                std::fs::create_dir_all(dir).map_err(io("Making the directory of"))?;
-                (dir.clone(), None)
-            }
-            None => {
-                let owned = tempfile::Builder::new().prefix("ballast-guest-").tempdir();
-                let owned = owned.map_err(io("Making the directory of"))?;
-                (owned.path().to_path_buf(), Some(owned))
-            }
-        };
-        let redis_port = free_port().map_err(io("Picking a port for"))?;
-        let qmp = dir.join("qmp");
+        let dir = tempfile::Builder::new().prefix("ballast-guest-").tempdir().context("Making a directory")?;
+        let redis_port = free_port().context("Picking a port")?;
+        let qmp = dir.path().join("qmp");
         let args = self.qemu_args(&image, redis_port, &qmp);
         let words: Vec<&str> = self.prefix.iter().map(String::as_str).chain([QEMU]).collect();
-        let stderr = File::create(dir.join("stderr.log")).map_err(io("Making the log of"))?;
-        let serial = File::create(dir.join("serial.log")).map_err(io("Making the log of"))?;
+        let stderr = File::create(dir.path().join("stderr.log")).context("Making a log")?;
+        let serial = File::create(dir.path().join("serial.log")).context("Making a log")?;
         let mut child = Command::new(words[0])
             .args(&words[1..])
             .args(&args)
@@ -260,16 +222,15 @@ impl Builder {
             .stdout(Stdio::piped())
             .stderr(stderr)
             .spawn()
-            .map_err(io("Starting"))?;
+            .with_context(|| format!("Starting {}", words[0]))?;
         let (input, stdout) = (child.stdin.take(), child.stdout.take());
         let console = Arc::new(Console::default());
         let writer = Arc::clone(&console);
-        let guest =
-            QemuGuest { name: self.name.clone(), child, input, console, redis_port, dir, _owned_dir: owned_dir };
+        let guest = QemuGuest { name: self.name.clone(), child, input, console, redis_port, dir };
         std::thread::Builder::new()
             .name(format!("serial {}", self.name))
             .spawn(move || stdout.map(|stdout| writer.follow(stdout, serial)))
-            .map_err(io("Watching"))?;
+            .context("Starting a thread")?;
         Ok(guest)
     }
 }

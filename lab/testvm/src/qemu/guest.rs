@@ -4,7 +4,7 @@
 //! Threads: the caller's; one more reads the console. Units: ports of 127.0.0.1.
 //! Promise: a wait ends with an error when the guest has ended.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -12,10 +12,9 @@ use std::process::{Child, ChildStdin, ExitStatus};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal};
+use anyhow::{Context, Result, bail};
 
 use super::console::{Console, Said, TAIL_LINES};
-use super::error::Error;
 use super::qmp::Qmp;
 
 /// Interval at which a waiter checks that the process runs: the console may stay open after its end.
@@ -29,33 +28,30 @@ pub struct QemuGuest {
     pub(super) input: Option<ChildStdin>,
     pub(super) console: Arc<Console>,
     pub(super) redis_port: u16,
-    pub(super) dir: PathBuf,
-    pub(super) _owned_dir: Option<tempfile::TempDir>,
+    /// It has the logs and the socket of the monitor.
+    pub(super) dir: tempfile::TempDir,
 }
 
 impl QemuGuest {
     /// Wait until Redis serves, or, with [`Builder::run`], until the command starts.
-    pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), Error> {
+    pub fn wait_ready(&mut self, timeout: Duration) -> Result<()> {
         self.wait_for("BALLAST-READY", timeout, |said| said.ready.then_some(()))
     }
 
     /// Wait until the command of [`Builder::run`] has ended. Returns its exit status. [`Self::serial_log`] has its
     /// output.
-    pub fn wait_run(&mut self, timeout: Duration) -> Result<i32, Error> {
+    pub fn wait_run(&mut self, timeout: Duration) -> Result<i32> {
         self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
     }
 
     /// Write a line to its console. [`Self::answer`] returns the reply of the command ([`Builder::run`]).
-    pub fn tell(&mut self, line: &str) -> Result<(), Error> {
-        let written = match &mut self.input {
-            Some(input) => input.write_all(format!("{line}\n").as_bytes()).and_then(|()| input.flush()),
-            None => Err(io::ErrorKind::BrokenPipe.into()),
-        };
-        written.map_err(|source| Error::Io { doing: "Telling", guest: self.name.clone(), source })
+    pub fn tell(&mut self, line: &str) -> Result<()> {
+        let input = self.input.as_mut().context("a guest has no input")?;
+        input.write_all(format!("{line}\n").as_bytes()).context("Telling a guest")
     }
 
     /// Wait for the next line with `BALLAST-SAYS`. Returns the rest of it.
-    pub fn answer(&mut self, timeout: Duration) -> Result<String, Error> {
+    pub fn answer(&mut self, timeout: Duration) -> Result<String> {
         self.wait_for("BALLAST-SAYS", timeout, |said| said.answers.pop_front())
     }
 
@@ -64,7 +60,7 @@ impl QemuGuest {
         want: &'static str,
         timeout: Duration,
         found: impl Fn(&mut Said) -> Option<T>,
-    ) -> Result<T, Error> {
+    ) -> Result<T> {
         let deadline = Instant::now() + timeout;
         let console = Arc::clone(&self.console);
         let mut said = console.lock();
@@ -72,20 +68,20 @@ impl QemuGuest {
             if let Some(found) = found(&mut said) {
                 return Ok(found);
             }
-            let guest = self.name.clone();
             let status = self.child.try_wait().ok().flatten();
             // The last output of an ended process may still be in the pipe. It is complete when the console is closed.
             // Another process may hold the console open: then one check without new lines is enough.
             if said.closed || (status.is_some() && said.quiet_since_death) {
                 drop(said);
                 let status = self.reap(status);
-                return Err(Error::Ended { guest, status, tail: self.tail() });
+                bail!("guest {} ended early ({status}); its last output:\n{}", self.name, self.tail());
             }
             said.quiet_since_death = status.is_some();
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 drop(said);
-                return Err(Error::Timeout { guest, want, waited_s: timeout.as_secs(), tail: self.tail() });
+                let (guest, s) = (&self.name, timeout.as_secs());
+                bail!("guest {guest} did not print {want} within {s} s; its last output:\n{}", self.tail());
             }
             said = console.changed.wait_timeout(said, left.min(LIVENESS)).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -108,46 +104,39 @@ impl QemuGuest {
     }
 
     /// Connect to its monitor. It serves one connection at a time: drop the last one first.
-    pub fn qmp(&mut self) -> Result<Qmp, Error> {
+    pub fn qmp(&mut self) -> Result<Qmp> {
         let path = self.qmp_path();
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match UnixStream::connect(&path) {
-                Ok(stream) => return Ok(Qmp::greet(stream)?),
+                Ok(stream) => return Qmp::greet(stream),
                 // QEMU creates the socket shortly after its start.
                 Err(_) if Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
-                Err(source) => {
-                    return Err(Error::Io { doing: "Connecting to the monitor of", guest: self.name.clone(), source });
-                }
+                Err(error) => return Err(error).context("Connecting to the monitor of a guest"),
             }
         }
     }
 
     /// The monitor's socket.
     pub fn qmp_path(&self) -> PathBuf {
-        self.dir.join("qmp")
+        self.dir.path().join("qmp")
     }
 
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The process that was started: QEMU, or the first word of the prefix if that does not exec.
+    /// The process that was started: QEMU, which the prefix becomes.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// The output of the console so far.
     pub fn serial_log(&self) -> String {
-        String::from_utf8_lossy(&std::fs::read(self.dir.join("serial.log")).unwrap_or_default()).into_owned()
+        String::from_utf8_lossy(&std::fs::read(self.dir.path().join("serial.log")).unwrap_or_default()).into_owned()
     }
 
     /// The standard error of QEMU and of a prefix.
     pub fn stderr_log(&self) -> String {
-        String::from_utf8_lossy(&std::fs::read(self.dir.join("stderr.log")).unwrap_or_default()).into_owned()
+        String::from_utf8_lossy(&std::fs::read(self.dir.path().join("stderr.log")).unwrap_or_default()).into_owned()
     }
 
     /// The exit status, if the process has ended.
@@ -155,21 +144,10 @@ impl QemuGuest {
         self.child.try_wait().ok().flatten()
     }
 
-    /// The process id of QEMU: the peer of the monitor's socket.
-    pub fn qemu_pid(&self) -> Option<u32> {
-        let stream = UnixStream::connect(self.qmp_path()).ok()?;
-        let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
-        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
-    }
-
-    /// Kill it, also if a prefix did not exec it, and wait for its end. A second call has no effect.
+    /// Kill it, and wait for its end. A second call has no effect.
     pub fn kill(&mut self) {
-        let behind = self.qemu_pid().filter(|&pid| pid != self.child.id());
         let _ = self.child.kill();
         let _ = self.child.wait();
-        if let Some(pid) = behind.and_then(|pid| Pid::from_raw(pid as i32)) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL);
-        }
     }
 
     /// The last lines of both logs.

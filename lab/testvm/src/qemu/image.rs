@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use super::error::Error;
+use anyhow::{Context, Result, ensure};
 
 /// The program of a guest, found on `PATH`.
 pub const QEMU: &str = "qemu-system-x86_64";
@@ -19,7 +19,7 @@ pub struct Image {
 
 impl Image {
     /// Returns the image in `$BALLAST_GUEST_DIR`, or in `target/guest` of this directory or a parent of it.
-    pub fn find() -> Result<Self, Error> {
+    pub fn find() -> Result<Self> {
         let dirs = match std::env::var_os("BALLAST_GUEST_DIR") {
             Some(dir) => vec![PathBuf::from(dir)],
             None => {
@@ -30,19 +30,16 @@ impl Image {
         dirs.iter()
             .map(|dir| Self { kernel: dir.join("vmlinuz"), initrd: dir.join("initrd.img") })
             .find(|image| image.kernel.is_file() && image.initrd.is_file())
-            .ok_or_else(|| Error::Missing("no guest image in target/guest; run scripts/guest-image.sh".into()))
+            .context("no guest image in target/guest; run scripts/guest-image.sh")
     }
 
     /// Returns the one with the agent in it, which `scripts/agent-image.sh` made.
-    pub fn find_with_agent() -> Result<Self, Error> {
+    pub fn find_with_agent() -> Result<Self> {
         let folder = Self::find()?.kernel.with_file_name("agent");
         let image = Self { kernel: folder.join("vmlinuz"), initrd: folder.join("initrd.img") };
-        match image.kernel.is_file() && image.initrd.is_file() {
-            true => Ok(image),
-            false => {
-                Err(Error::Missing("no guest with an agent in target/guest/agent; run scripts/agent-image.sh".into()))
-            }
-        }
+        let is_there = image.kernel.is_file() && image.initrd.is_file();
+        ensure!(is_there, "no guest with an agent in target/guest/agent; run scripts/agent-image.sh");
+        Ok(image)
     }
 }
 

@@ -11,26 +11,18 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, Result};
 use ballast_testkit::random::Random;
-use redis::{Connection, Pipeline, RedisError};
+use redis::{Connection, Pipeline};
 
 /// Timeout of a Redis reply. Much of the guest may be far.
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// Operations per round trip of [`throughput`].
+const PIPELINE: usize = 8;
+/// The part of the operations of [`throughput`] that uses hot keys.
+const HOT_OPS: f64 = 0.9;
 /// Value bytes in flight per round trip.
 const BATCH_BYTES: usize = 256 << 10;
-
-/// Redis failed or did not reply. The guest or the network caused it.
-#[derive(Debug, thiserror::Error)]
-#[error("{doing} at {addr}")]
-pub struct Error {
-    /// The activity.
-    doing: &'static str,
-    /// The address of the Redis.
-    addr: SocketAddr,
-    /// The error of the client library.
-    #[source]
-    source: RedisError,
-}
 
 /// The data that a Redis must hold: one value per key, each at a version.
 #[derive(Clone, Debug)]
@@ -129,21 +121,17 @@ pub struct Mix {
     pub max_ops: u64,
     /// The hot part of the keys, the first ones.
     pub hot_keys: f64,
-    /// The part of the operations that uses hot keys.
-    pub hot_ops: f64,
     /// The part of the operations that writes a new version. The others read and compare.
     pub writes: f64,
-    /// Operations per round trip.
-    pub pipeline: usize,
     /// The seed of the random choices.
     pub seed: u64,
 }
 
 impl Default for Mix {
-    /// 5 s; 90 % of the operations use 10 % of the keys; 10 % of the operations write; 8 per round trip.
+    /// 5 s; most operations use 10 % of the keys; 10 % of the operations write.
     fn default() -> Self {
         let duration = Duration::from_secs(5);
-        Self { duration, max_ops: u64::MAX, hot_keys: 0.1, hot_ops: 0.9, writes: 0.1, pipeline: 8, seed: 1 }
+        Self { duration, max_ops: u64::MAX, hot_keys: 0.1, writes: 0.1, seed: 1 }
     }
 }
 
@@ -168,18 +156,18 @@ impl Throughput {
 }
 
 /// Set every key of `data`.
-pub fn load(addr: SocketAddr, data: &Dataset) -> Result<(), Error> {
+pub fn load(addr: SocketAddr, data: &Dataset) -> Result<()> {
     let mut connection = connect(addr)?;
     for keys in batches(data) {
         let mut pipeline = redis::pipe();
         keys.for_each(|key| set(&mut pipeline, data, key));
-        pipeline.exec(&mut connection).map_err(|source| Error { doing: "Setting keys", addr, source })?;
+        pipeline.exec(&mut connection).context("Setting keys")?;
     }
     Ok(())
 }
 
 /// Read every key of `data` back and compare every byte.
-pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
+pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified> {
     let mut connection = connect(addr)?;
     let mut verified = Verified::default();
     for keys in batches(data) {
@@ -187,8 +175,7 @@ pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
         for key in keys.clone() {
             pipeline.get(Dataset::name(key));
         }
-        let values: Vec<Option<Vec<u8>>> =
-            pipeline.query(&mut connection).map_err(|source| Error { doing: "Reading keys", addr, source })?;
+        let values: Vec<Option<Vec<u8>>> = pipeline.query(&mut connection).context("Reading keys")?;
         keys.zip(values).for_each(|(key, value)| verified.check(data, key, value.as_deref()));
     }
     Ok(verified)
@@ -196,7 +183,7 @@ pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
 
 /// Use `data` by `mix`, and count operations per second. A write moves a key to its next version, also in `data`. After
 /// an error it is unknown which operations of the last round trip Redis did.
-pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Throughput, Error> {
+pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Throughput> {
     let mut connection = connect(addr)?;
     let mut random = Random(mix.seed);
     let hot = ((data.keys() as f64 * mix.hot_keys) as usize).clamp(1, data.keys().max(1));
@@ -205,9 +192,9 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
     while data.keys() > 0 && start.elapsed() < mix.duration && seen.ops < mix.max_ops {
         let mut pipeline = redis::pipe();
         // Keys read in this batch. It must not write them later, because they would be compared with the new version.
-        let mut wants = Vec::with_capacity(mix.pipeline);
-        for _ in 0..mix.pipeline.max(1) {
-            let range = if unit(&mut random) < mix.hot_ops { hot } else { data.keys() };
+        let mut wants = Vec::with_capacity(PIPELINE);
+        for _ in 0..PIPELINE {
+            let range = if unit(&mut random) < HOT_OPS { hot } else { data.keys() };
             let key = (unit(&mut random) * range as f64) as usize;
             if unit(&mut random) < mix.writes && !wants.contains(&key) {
                 data.versions[key] = data.versions[key].wrapping_add(1);
@@ -219,22 +206,19 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
             }
             seen.ops += 1;
         }
-        let values: Vec<Option<Vec<u8>>> =
-            pipeline.query(&mut connection).map_err(|source| Error { doing: "Using keys", addr, source })?;
+        let values: Vec<Option<Vec<u8>>> = pipeline.query(&mut connection).context("Using keys")?;
         wants.into_iter().zip(values).for_each(|(key, value)| seen.reads.check(data, key, value.as_deref()));
     }
     seen.elapsed = start.elapsed();
     Ok(seen)
 }
 
-fn connect(addr: SocketAddr) -> Result<Connection, Error> {
-    let connect = || {
-        let connection = redis::Client::open(format!("redis://{addr}/"))?.get_connection_with_timeout(TIMEOUT)?;
-        connection.set_read_timeout(Some(TIMEOUT))?;
-        connection.set_write_timeout(Some(TIMEOUT))?;
-        Ok(connection)
-    };
-    connect().map_err(|source| Error { doing: "Connecting to Redis", addr, source })
+fn connect(addr: SocketAddr) -> Result<Connection> {
+    let client = redis::Client::open(format!("redis://{addr}/"))?;
+    let connection = client.get_connection_with_timeout(TIMEOUT).context("Connecting to Redis")?;
+    connection.set_read_timeout(Some(TIMEOUT))?;
+    connection.set_write_timeout(Some(TIMEOUT))?;
+    Ok(connection)
 }
 
 fn batches(data: &Dataset) -> impl Iterator<Item = Range<usize>> {
