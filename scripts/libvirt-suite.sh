@@ -87,8 +87,8 @@ tar -C "$payload" --owner=0 --group=0 -cf "$work/payload.tar" .
 
 start=$SECONDS
 # shellcheck disable=SC2086
-timeout "${QEMU_SECONDS:-3600}" qemu-system-x86_64 -accel tcg,thread=multi -machine q35 -cpu max -smp "${CPUS:-$cpus}" -m 4G \
-    -nodefaults -display none -no-reboot -serial "file:$out/console" -serial stdio \
+timeout "${QEMU_SECONDS:-3600}" qemu-system-x86_64 -accel tcg,thread=multi -machine q35 -cpu max -smp "${CPUS:-$cpus}" \
+    -m 4G -nodefaults -display none -no-reboot -serial "file:$out/console" -serial stdio \
     -drive "file=$out/root.ext4,format=raw,if=virtio,snapshot=on" \
     -drive "file=$work/payload.tar,format=raw,if=virtio,readonly=on" -device virtio-rng-pci \
     -kernel "$out/vmlinuz" -initrd "$out/initrd" ${QEMU_ARGS:-} \
