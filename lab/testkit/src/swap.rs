@@ -16,8 +16,13 @@ const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
 
 /// Undoes all when its input ends, however this process ends: the first word is the swap, the others are files and what
 /// to write to them. Its output is the lock, which is free when it has ended.
-const GUARD: &str = r#"trap '' INT TERM HUP; cat >/dev/null; swapoff "$1"; [ ! -f "$1" ] || rm "$1"; shift
-while [ $# -gt 0 ]; do echo "$2" >"$1"; shift 2; done"#;
+const GUARD: &str = r#"trap '' INT TERM HUP; cat >/dev/null; swap=$1; shift
+swapoff "$swap"; [ ! -f "$swap" ] || rm "$swap"
+while [ $# -gt 0 ]; do
+    # A killed process leaves its mkswap or swapon behind, which uses the device.
+    tries=0; until echo "$2" >"$1" || [ $((tries += 1)) -gt 100 ]; do swapoff "$swap"; sleep 0.1; done
+    shift 2
+done"#;
 
 /// Swap that is there while this is.
 #[derive(Debug)]

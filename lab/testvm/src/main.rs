@@ -100,8 +100,9 @@ fn listen(parking: Option<&Parking>) -> std::io::Result<()> {
 fn main() -> Result<ExitCode> {
     let args = Args::parse();
     let vm = Vm::new(&args.spec(), GuestKind::Native)?;
-    let _client = args.attach(vm.ram())?;
+    // Before the attach: a test that sees this VM may have the file's server hold its replies.
     let parking = args.park_on.as_deref().map(Parking::open).transpose().context("Opening the file to park on")?;
+    let _client = args.attach(vm.ram())?;
     let outcome = std::thread::scope(|scope| {
         scope.spawn(|| {
             if let Err(error) = listen(parking.as_ref()) {
