@@ -17,11 +17,15 @@ bench() {
     target/release/ballast bench real "$@" --json >>"$rows"
 }
 bench --part day
+bench --part eight
+bench --part eight --side adopted
+bench --part bloat
 for program in redis memcached tpch graph triangles dgemm kmeans gups lookups; do
     bench --part five --program $program
 done
 bench --program redis --rounds 3
 bench --program redis --order moving --levels 80
 bench --program redis --order scan-beside --levels 80
+bench --program redis --order tenth --levels 50,30
 bench --program memcached --order random --levels 80
 target/release/ballast-bench plot "$rows" --out docs/pictures

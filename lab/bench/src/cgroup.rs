@@ -84,6 +84,12 @@ pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     }
 }
 
+/// Move a process into a cgroup made by [`Cgroup::new`].
+pub fn enter(cgroup: &Path, pid: u32) -> Result<()> {
+    fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+        .with_context(|| format!("Moving {pid} to {}", cgroup.display()))
+}
+
 /// Memory charged to a cgroup made by [`Cgroup::new`].
 pub fn usage(cgroup: &Path) -> Result<u64> {
     let (_, file) = root()?;

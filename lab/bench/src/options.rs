@@ -60,6 +60,10 @@ pub enum Part {
     Five,
     /// Real servers that come, work, rest and go.
     Day,
+    /// What looks hot of a real server by 2 MiB pages and by 4 KiB pages.
+    Bloat,
+    /// Eight real programs at falling levels of memory, by policy and by the kernel.
+    Eight,
     /// Eight VMs at falling levels of memory.
     Levels,
     /// A VM whose need jumps.
@@ -85,7 +89,7 @@ impl Part {
     pub fn of(self) -> Which {
         match self {
             Self::Levels | Self::Adopted | Self::Jump => Which::Balance,
-            Self::Five | Self::Day => Which::Real,
+            Self::Five | Self::Day | Self::Bloat | Self::Eight => Which::Real,
             Self::Busy | Self::Recovery => Which::Density,
             Self::Services | Self::Memcached | Self::Kmeans | Self::Compiler => Which::Guest,
         }

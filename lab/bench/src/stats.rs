@@ -34,6 +34,11 @@ pub fn percentile<T: Copy>(sorted: &[T], fraction: f64) -> Option<T> {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
 }
 
+/// The geometric mean.
+pub fn geomean(values: &[f64]) -> f64 {
+    (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
+}
+
 /// A figure over the repetitions of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {

@@ -10,10 +10,10 @@
 
 use ballast_testkit::random::Random;
 
-/// Requests after which [`Sequence::Repeat`] begins again: some 20 s of a server at full speed.
+/// Requests after which [`Sequence::Repeat`] begins again: some 4 s of a server at full speed.
 pub const PERIOD: u64 = 1_500_000;
 /// Requests after which the popular keys of [`Sequence::Moving`] are others: some 60 s.
-pub const MOVE_EVERY: u64 = 4_500_000;
+pub const MOVE_EVERY: u64 = 24_000_000;
 /// One request in this number is a write.
 const WRITE_EVERY: u64 = 20;
 /// One request in this number is part of a scan in [`Sequence::ScanBeside`].
@@ -31,6 +31,8 @@ pub enum Sequence {
     Moving,
     /// A tenth of the requests reads all keys in order.
     ScanBeside,
+    /// A tenth of the keys, which are scattered, is named equally often, and the others never.
+    Tenth,
 }
 
 impl Sequence {
@@ -41,6 +43,7 @@ impl Sequence {
             Self::Repeat => "repeat",
             Self::Moving => "moving",
             Self::ScanBeside => "scan-beside",
+            Self::Tenth => "tenth",
         }
     }
 }
@@ -101,6 +104,10 @@ impl Keys {
             self.scan = ((u64::from(key) + 1) % keys) as u32;
             return Request { key, write: false };
         }
+        if self.sequence == Sequence::Tenth {
+            let rank = self.random.word() % (keys / 10).max(1);
+            return Request { key: self.of_rank[rank as usize], write };
+        }
         let moved = if self.sequence == Sequence::Moving { count / MOVE_EVERY * (keys / 10) } else { 0 };
         let rank = (self.rank() + moved) % keys;
         Request { key: self.of_rank[rank as usize], write }
@@ -144,6 +151,13 @@ mod tests {
         let wanted = 1.0 / keys.zeta;
         let hits = (0..1_000_000).filter(|_| keys.next_request().key == popular).count() as f64 / 1e6;
         assert!((hits / wanted - 1.0).abs() < 0.05, "{hits} of {wanted}");
+    }
+
+    #[test]
+    fn a_tenth_of_the_keys_has_all_requests() {
+        let mut keys = Keys::new(Sequence::Tenth, 1000, 3);
+        let named: std::collections::HashSet<_> = (0..10_000).map(|_| keys.next_request().key).collect();
+        assert_eq!(named.len(), 100);
     }
 
     #[test]

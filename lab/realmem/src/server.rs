@@ -35,6 +35,8 @@ pub const LOAD_CPU: usize = 1;
 pub enum Memory {
     /// Where the program puts it: private, anonymous.
     Private,
+    /// Where it puts it, in 2 MiB pages: jemalloc asks the kernel for them.
+    Huge,
     /// In a shared memfd.
     Shared,
     /// In one private mapping of a process that looks like a VMM (Firecracker), so that a daemon can adopt it.
@@ -142,7 +144,10 @@ pub(crate) fn command(program: &Path, dir: &Path, memory: &Memory, library: &[u8
         }
         _ => Command::new(program),
     };
-    if !matches!(memory, Memory::Private) {
+    if matches!(memory, Memory::Huge) {
+        command.env("MALLOC_CONF", "thp:always");
+    }
+    if !matches!(memory, Memory::Private | Memory::Huge) {
         let path = dir.join("librealmem.so");
         fs::write(&path, library).with_context(|| format!("Writing {}", path.display()))?;
         command.env("LD_PRELOAD", &path).env("REALMEM_MIB", MEMFD_MIB.to_string());

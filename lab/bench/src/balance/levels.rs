@@ -14,7 +14,7 @@ use super::cast::{Cast, Window, spec, word};
 use super::setup::{CAST, POLICY, Scale, Side};
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::stats::median;
+use crate::stats::{geomean, median};
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
@@ -32,10 +32,6 @@ pub(super) fn speeds(windows: &[Window]) -> Vec<f64> {
 /// Slowdown of each VM in a window.
 pub(super) fn slowdowns(before: &[f64], window: &Window) -> Vec<f64> {
     before.iter().zip(&window.ops_per_s).map(|(before, now)| before / now).collect()
-}
-
-pub(super) fn geomean(values: &[f64]) -> f64 {
-    (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
 }
 
 /// Settle, then measure. The VMs are stopped before and after.

@@ -11,6 +11,8 @@
 //! | `reclaim.svg` | rate at which cold pages leave DRAM |
 //! | `idle.svg` | cost of the attachment |
 //! | `balance.svg` | eight VMs in less memory than they want |
+//! | `real-five.svg` | memory of a real program that can be far for 5 % of its speed |
+//! | `real-eight.svg` | eight real programs in less memory than they want |
 //! | `vm-under-limit.svg` | one VM under a limit, over time |
 //! | `day` | a day of a host; nobody has drawn it for the docs |
 
@@ -39,6 +41,8 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
         ("reclaim", "reclaim_pages_per_s", reclaim(&rows)),
         ("idle", "idle_overhead_pct", idle(&rows)),
         ("balance", "geomean_slowdown", balance(&rows)),
+        ("real-five", "five_far_pct", five(&rows)),
+        ("real-eight", "eight_slowdown_gain", eight(&rows)),
     ];
     let mut written = Vec::new();
     let mut write = |name: &str, text: String| -> Result<()> {
@@ -49,7 +53,8 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
     };
     for (name, key, chart) in charts {
         if !chart.is_empty() {
-            let words = format!("{} Rows: {}.", chart.in_words(), rows.file_of(name, key));
+            let bench = name.split('-').next().unwrap_or(name);
+            let words = format!("{} Rows: {}.", chart.in_words(), rows.file_of(bench, key));
             write(name, described(&chart.draw()?, &chart.title, &words)?)?;
         }
     }
@@ -151,6 +156,36 @@ fn balance(rows: &Rows) -> Chart {
     let levels = rows.of("balance", "geomean_slowdown").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
     Chart {
         title: "Eight VMs in less memory than they want: geometric mean of slowdowns".into(),
+        axis: "times slower",
+        logarithmic: false,
+        sides: vec![
+            Side("Ballast, gain", OURS),
+            Side("Ballast, maestro", OUR_OTHER),
+            Side("kernel, one cgroup", KERNEL),
+        ],
+        groups: levels.map(|(level, row)| (format!("{level} %"), points(row, keys.clone(), 1.0))).collect(),
+    }
+}
+
+fn five(rows: &Rows) -> Chart {
+    let keys = ["", "_adopted", "_kernel"].map(|side| format!("five_far_pct{side}"));
+    Chart {
+        title: "Memory that can be far for 5 % of a program's speed".into(),
+        axis: "% of its memory",
+        logarithmic: false,
+        sides: vec![OUR_SIDE, Side("adopted", PLAIN), SWAP],
+        groups: rows
+            .of("real", "five_far_pct")
+            .map(|row| (word(row, "program"), points(row, keys.clone(), 1.0)))
+            .collect(),
+    }
+}
+
+fn eight(rows: &Rows) -> Chart {
+    let keys = ["gain", "maestro", "kernel"].map(|side| format!("eight_slowdown_{side}"));
+    let levels = rows.of("real", "eight_slowdown_gain").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
+    Chart {
+        title: "Eight real programs in less memory than they want: geometric mean of slowdowns".into(),
         axis: "times slower",
         logarithmic: false,
         sides: vec![

@@ -7,20 +7,21 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ballast_api::PolicyPatch;
 use ballast_policy::Kind;
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::Load;
 use ballast_realmem::protocol::Protocol;
-use ballast_realmem::server::{self, Server};
+use ballast_realmem::server::Server;
 use ballast_sys::meminfo;
 use ballast_testkit::random::Random;
 use serde_json::json;
 
+use super::needs;
 use super::running::{has_swap, memory_of, vm_of};
 use super::turn::SEED;
-use crate::options::RealSide as Side;
+use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::stats::{mean, percentile};
@@ -78,9 +79,7 @@ struct Day {
 }
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    if let Some(why) = server::missing(Protocol::Redis) {
-        bail!("{why}");
-    }
+    needs(&[Program::Redis])?;
     let (day, servers, keys) = match bench.options.quick {
         true => (DAY_QUICK_S, SERVERS_QUICK, KEYS_QUICK),
         false => (DAY_S, SERVERS, KEYS),

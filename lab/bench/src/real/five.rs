@@ -7,6 +7,7 @@
 use anyhow::Result;
 use ballast_realmem::keys::Sequence;
 
+use super::needs;
 use super::running::{Running, has_swap};
 use super::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
 use crate::options::{RealProgram as Program, RealSide as Side};
@@ -20,6 +21,7 @@ const STEP: u64 = 10;
 const FINE: u64 = 5;
 
 pub(super) fn run(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    needs(&[program])?;
     let sides = match bench.options.real.side {
         Some(side) => vec![side],
         None => vec![Side::Ballast, Side::Adopted, Side::Kernel],

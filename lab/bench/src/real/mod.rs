@@ -3,16 +3,18 @@
 //! Before: `scripts/real-programs.sh` has unpacked the programs; this is root; the kernel's side needs zram and a
 //! memory cgroup. After: a row for each level of memory. Threads: the bench's one is the load, on one CPU; the program
 //! has the other one, and so has the engine whatever it takes. Units: in every key. Promise: a side's speed under a
-//! limit is compared with its own speed without one, just before, on the clock of each moment; every byte is checked.
+//! limit is compared with its own speed without one, just before; every byte is checked.
 
+mod bloat;
 mod day;
+mod eight;
 mod five;
 mod running;
 mod turn;
 
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::{batch, server};
 
@@ -31,18 +33,26 @@ const SETTLE: Duration = Duration::from_secs(40);
 
 /// Measures; `each` gets each row.
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let options = bench.options.clone();
-    if options.part == Some(Part::Day) {
-        return day::run(bench, each);
+    let program = bench.options.real.program.unwrap_or(Program::Redis);
+    match bench.options.part {
+        Some(Part::Day) => day::run(bench, each),
+        Some(Part::Bloat) => bloat::run(bench, each),
+        Some(Part::Eight) => eight::run(bench, each),
+        Some(Part::Five) => five::run(bench, program, each),
+        _ => levels(bench, program, each),
     }
-    let program = options.real.program.unwrap_or(Program::Redis);
-    let protocol = protocol_of(program);
-    if let Some(why) = protocol.map_or_else(batch::missing, server::missing) {
-        bail!("{why}");
-    }
-    if options.part == Some(Part::Five) {
-        return five::run(bench, program, each);
-    }
+}
+
+/// An error if one of these programs is not unpacked.
+fn needs(programs: &[Program]) -> Result<()> {
+    let missing = |program: &Program| protocol_of(*program).map_or_else(batch::missing, server::missing);
+    programs.iter().find_map(missing).map_or(Ok(()), |why| Err(anyhow!(why)))
+}
+
+/// A program at each level of memory.
+fn levels(bench: &mut Bench, program: Program, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    needs(&[program])?;
+    let (options, protocol) = (bench.options.clone(), protocol_of(program));
     let orders = match (options.real.order, options.quick) {
         (Some(order), _) => vec![order],
         (None, quick) if quick || protocol.is_none() => vec![Sequence::Repeat],

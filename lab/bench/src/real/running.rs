@@ -3,7 +3,7 @@
 //! Before: the bench's daemon runs, and its guard has set up the kernel's swap for the other sides. After: the
 //! program has ended, and nothing of its VM or cgroup is left. Threads: the bench's one is the load, on one CPU; the
 //! program has the other one. Units: in every name. Promise: speed under a limit is of this program's own without one,
-//! on the clock of each moment.
+//! just before.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,11 +24,11 @@ use crate::rig::Bench;
 use crate::{adopt, cgroup};
 
 /// Keys of 1 KiB values.
-const KEYS: u32 = 1_000_000;
-const KEYS_QUICK: u32 = 150_000;
+pub(super) const KEYS: u32 = 1_000_000;
+pub(super) const KEYS_QUICK: u32 = 150_000;
 /// Time without a limit, before the figures of it are taken, and while they are.
 const WARM: Duration = Duration::from_secs(5);
-const FREE: Duration = Duration::from_secs(10);
+const FREE: Duration = Duration::from_secs(20);
 
 /// A running program, which has had its time without a limit.
 pub(super) struct Running {
@@ -60,27 +60,9 @@ impl Running {
             Side::Ballast | Side::Adopted => None,
             Side::Kernel | Side::Shared => Some(bench.guard.cgroup()?),
         };
-        let place = |pid: u32| match &cgroup {
-            None => Ok(()),
-            Some(cgroup) => std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
-                .with_context(|| format!("Moving {pid} to {}", cgroup.display())),
-        };
+        let place = |pid: u32| cgroup.as_ref().map_or(Ok(()), |cgroup| cgroup::enter(cgroup, pid));
         let keys = if quick { KEYS_QUICK } else { KEYS };
-        let (mut work, pid) = match protocol_of(program) {
-            Some(protocol) => {
-                let server = Server::start(protocol, &memory, place)?;
-                let pid = server.pid();
-                bench.guard.end_process(pid)?;
-                let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
-                (Work::Server { load, _server: server }, pid)
-            }
-            None => {
-                let batch = Batch::start(&program.name(), &memory, place)?;
-                let pid = batch.pid();
-                bench.guard.end_process(pid)?;
-                (Work::Batch(batch), pid)
-            }
-        };
+        let (mut work, pid) = start(bench, program, &memory, sequence, (keys, seed), place)?;
         let vm = vm_of(bench, side, name, pid)?;
         let warm = work.run(if quick { SETTLE_QUICK } else { WARM })?;
         let free = work.run(if quick { LIMITED_QUICK } else { FREE })?;
@@ -113,7 +95,7 @@ impl Running {
         let window = self.work.run(time)?;
         let mut turn = self.counters(bench)?.since(&before, start.elapsed().as_secs_f64());
         self.wrong += window.wrong as f64;
-        turn.speed = window.speed / self.free.speed;
+        turn.speed = window.per_s / self.free.per_s;
         turn.free_per_s = self.free.per_s;
         turn.wrong = self.wrong;
         turn.limited = window;
@@ -218,13 +200,36 @@ pub(super) fn protocol_of(program: Program) -> Option<Protocol> {
 }
 
 /// A running program.
-enum Work {
+pub(super) enum Work {
     /// The server ends with this.
     Server {
         load: Box<Load>,
         _server: Server,
     },
     Batch(Batch),
+}
+
+/// Starts a program, and tells its process id. A server has values under this many keys, from this seed. `place` gets
+/// the process id before the program has touched memory.
+pub(super) fn start(
+    bench: &mut Bench,
+    program: Program,
+    memory: &Memory,
+    sequence: Sequence,
+    (keys, seed): (u32, u64),
+    place: impl FnOnce(u32) -> Result<()>,
+) -> Result<(Work, u32)> {
+    let Some(protocol) = protocol_of(program) else {
+        let batch = Batch::start(&program.name(), memory, place)?;
+        let pid = batch.pid();
+        bench.guard.end_process(pid)?;
+        return Ok((Work::Batch(batch), pid));
+    };
+    let server = Server::start(protocol, memory, place)?;
+    let pid = server.pid();
+    bench.guard.end_process(pid)?;
+    let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
+    Ok((Work::Server { load, _server: server }, pid))
 }
 
 impl Work {
@@ -236,7 +241,7 @@ impl Work {
     }
 
     /// Reads everything once; returns the number of wrong values. A unit of a batch has read all there is.
-    fn check_all(&mut self) -> Result<u64> {
+    pub(super) fn check_all(&mut self) -> Result<u64> {
         match self {
             Self::Server { load, .. } => load.check_all(),
             Self::Batch(_) => Ok(0),
