@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 use ballast_api::PolicyPatch;
 use ballast_base::MIB;
 use ballast_policy::Kind;
+use ballast_realmem::batch::Batch;
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::{DEPTH, Load};
 use rustix::process::{Pid, Signal, kill_process};
@@ -171,33 +172,36 @@ fn report(row: &mut Row, end: &str, cast: &Cast, seen: &Window, slow: &[Option<f
 impl Cast {
     /// Starts all programs, one after the other: each stands still until the last one has its data.
     fn start(bench: &mut Bench, side: Side) -> Result<Self> {
-        let quick = bench.options.quick;
         let cgroup = if side.is_kernel() { Some(bench.guard.cgroup()?) } else { None };
-        let mut all = CpuSet::new();
-        // The kernel ignores those that are not there.
-        (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
         let mut cast = Self { side, members: Vec::new(), vms: Vec::new(), cgroup };
-        let programs: &[Program] = if quick { &CAST_QUICK } else { &CAST };
-        for (program, seed) in
-            [SEED, SEED + 1].into_iter().flat_map(|seed| programs.iter().map(move |one| (*one, seed)))
-        {
-            let name = bench.vm_name();
-            let memory = memory_of(bench, side, &name)?;
-            let place = |pid: u32| {
-                if let Some(cgroup) = &cast.cgroup {
-                    cgroup::enter(cgroup, pid)?;
-                }
-                sched_setaffinity(pid_of(pid), &all).context("Letting a program have all CPUs")
-            };
-            let keys = if quick { KEYS_QUICK } else { KEYS };
-            let (work, pid) = start(bench, program, &memory, Sequence::Random, (keys, seed), place)?;
-            cast.vms.extend(vm_of(bench, side, name, pid)?);
-            let pid = pid_of(pid).context("a program has a process id")?;
-            kill_process(pid, Signal::STOP).context("Stopping a program")?;
-            cast.members.push(Member { program, work, pid });
+        let programs: &[Program] = if bench.options.quick { &CAST_QUICK } else { &CAST };
+        for seed in [SEED, SEED + 1] {
+            programs.iter().try_for_each(|program| cast.add(bench, *program, seed))?;
         }
         cast.signal(Signal::CONT)?;
         Ok(cast)
+    }
+
+    /// Starts a program, which then stands still.
+    fn add(&mut self, bench: &mut Bench, program: Program, seed: u64) -> Result<()> {
+        let name = bench.vm_name();
+        let memory = memory_of(bench, self.side, &name)?;
+        let mut all = CpuSet::new();
+        // The kernel ignores those that are not there.
+        (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+        let place = |pid: u32| {
+            if let Some(cgroup) = &self.cgroup {
+                cgroup::enter(cgroup, pid)?;
+            }
+            sched_setaffinity(pid_of(pid), &all).context("Letting a program have all CPUs")
+        };
+        let keys = if bench.options.quick { KEYS_QUICK } else { KEYS };
+        let (work, pid) = start(bench, program, &memory, Sequence::Random, (keys, seed), place)?;
+        self.vms.extend(vm_of(bench, self.side, name, pid)?);
+        let pid = pid_of(pid).context("a program has a process id")?;
+        kill_process(pid, Signal::STOP).context("Stopping a program")?;
+        self.members.push(Member { program, work, pid });
+        Ok(())
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
@@ -240,8 +244,7 @@ impl Cast {
             for (at, member) in members.iter_mut().enumerate() {
                 match &mut member.work {
                     Work::Server { load, .. } => servers.push((at, scope.spawn(|| serve(load, is_over)))),
-                    Work::Batch(batch) => batches
-                        .push((at, scope.spawn(move || batch.run(time).map(|window| (window.per_s, window.wrong))))),
+                    Work::Batch(batch) => batches.push((at, scope.spawn(move || units(batch, time)))),
                 }
             }
             let mut most: Result<u64> = Ok(0);
@@ -296,6 +299,12 @@ fn serve(load: &mut Load, is_over: &AtomicBool) -> Result<(f64, u64)> {
         wrong += load.burst(BURST, &mut took)?;
     }
     Ok(((took.len() * DEPTH) as f64 / begun.elapsed().as_secs_f64(), wrong))
+}
+
+/// Units a second, and the number of wrong ones.
+fn units(batch: &mut Batch, time: Duration) -> Result<(f64, u64)> {
+    let window = batch.run(time)?;
+    Ok((window.per_s, window.wrong))
 }
 
 fn pid_of(pid: u32) -> Option<Pid> {
