@@ -75,9 +75,6 @@ struct Inner {
 
 impl Adopted {
     /// Adopt a VMM that was found.
-    ///
-    /// # Errors
-    /// It ended, or the kernel does not tell of its memory.
     pub fn new(found: Found) -> Result<Self, Refusal> {
         let Found { process, vmm, pidfd, ram } = found;
         let pid = process.pid;
@@ -156,9 +153,6 @@ impl Adopted {
     }
 
     /// Where its memory is.
-    ///
-    /// # Errors
-    /// It ended, or the kernel could not tell.
     pub fn memory(&self) -> io::Result<Memory> {
         if self.vmm.most.is_some() && self.lock().counter.is_mapped_anew()? {
             // Its RAM may have gone at this moment: then a count says so.
@@ -169,18 +163,12 @@ impl Adopted {
     }
 
     /// The same from the kernel's counters alone, after the first count.
-    ///
-    /// # Errors
-    /// It ended, or the kernel could not tell.
     pub fn quick(&self) -> io::Result<Memory> {
         let inner = &mut *self.lock();
         inner.counter.quick(&self.tables, self.process.pid, &inner.ram)
     }
 
     /// Count all pages now.
-    ///
-    /// # Errors
-    /// It ended, or the kernel could not tell.
     pub fn scan(&self) -> io::Result<Memory> {
         let inner = &mut *self.lock();
         inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
@@ -233,9 +221,6 @@ impl Adopted {
     }
 
     /// Find its RAM again: its VMM may have mapped it anew, or locked it.
-    ///
-    /// # Errors
-    /// It ended, or has no such RAM any more.
     pub fn look_again(&self) -> Result<(), Refusal> {
         let size = self.size();
         let ram = found::ram(self.process.pid, &self.vmm, Bytes(size))?;
@@ -249,9 +234,6 @@ impl Adopted {
     }
 
     /// Bring all of its memory back from swap, on this thread.
-    ///
-    /// # Errors
-    /// It ended, or there is no memory for it.
     pub fn bring_back(&self) -> io::Result<()> {
         let ram = self.lock().ram.clone();
         for part in &ram {

@@ -51,9 +51,6 @@ pub enum Reclaimed {
 
 impl Cgroup {
     /// The cgroup of a process, if it has one of its own.
-    ///
-    /// # Errors
-    /// See [`NotOwn`].
     pub fn own(pid: u32) -> Result<Self, NotOwn> {
         let (mount, cgroups) = (mount().ok_or(NotOwn::None)?, cgroups(pid));
         Self::own_in(mount, &cgroups, pid)
@@ -93,9 +90,6 @@ impl Cgroup {
     }
 
     /// Have the kernel reclaim this much of it now, guest RAM rather than files if the kernel can be told so.
-    ///
-    /// # Errors
-    /// The cgroup is gone, or may not be written.
     pub fn reclaim(&self, bytes: u64) -> io::Result<Reclaimed> {
         const MOSTLY_SWAP: &str = "swappiness=200";
         let takes = self.takes_swappiness.load(Ordering::Relaxed);

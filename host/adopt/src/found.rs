@@ -64,9 +64,6 @@ pub fn all() -> Vec<u32> {
 }
 
 /// Look at a process.
-///
-/// # Errors
-/// It is not to be adopted.
 pub fn look(pid: u32) -> Result<Found, Refusal> {
     let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Refusal::NoProcess)?;
     // All that follows is of this process, or fails: if it ended, the descriptor says so at the end.

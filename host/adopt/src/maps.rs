@@ -63,9 +63,6 @@ pub enum NoRam {
 }
 
 /// The guest's RAM of a VMM, ascending. `wanted`: its size, if that is known.
-///
-/// # Errors
-/// No mappings have that size.
 pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
     let mut found: Vec<Ram> = mappings(smaps).into_iter().filter(|ram| ram.writable && !ram.executable).collect();
     if let Some(wanted) = wanted {

@@ -81,9 +81,6 @@ impl Counter {
     }
 
     /// Its memory now; counts pages if that is due and the kernel's counters changed since the last count.
-    ///
-    /// # Errors
-    /// The process is gone, or the kernel could not tell.
     pub fn memory(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
         let now = self.process_pages(ram)?;
         match &self.last {

@@ -32,9 +32,6 @@ pub struct Piece {
 
 impl Extents {
     /// The extents of a region, one after the other.
-    ///
-    /// # Errors
-    /// Why they are invalid.
     pub fn new(list: &[Extent]) -> Result<Self, Invalid> {
         if list.is_empty() {
             return Err("it has no extents".into());
@@ -77,17 +74,11 @@ impl Extents {
     }
 
     /// The one extent of a region that is one piece of the first file.
-    ///
-    /// # Errors
-    /// What is wrong with it.
     pub fn one(offset: Bytes, len: Bytes) -> Result<Self, Invalid> {
         Self::new(&[Extent { file: 0, offset, len }])
     }
 
     /// Are these all in files of these sizes, which have pages of this many bytes?
-    ///
-    /// # Errors
-    /// What is wrong with the first that is not.
     pub fn check(&self, sizes: &[Bytes], page: u64) -> Result<(), Invalid> {
         for (at, extent) in self.list.iter().copied().enumerate() {
             let Some(size) = sizes.get(usize::from(extent.file)) else {
@@ -106,9 +97,6 @@ impl Extents {
     }
 
     /// Check that they have this length.
-    ///
-    /// # Errors
-    /// They are longer, or shorter.
     pub fn check_len(&self, region: Bytes) -> Result<(), Invalid> {
         let extents = self.pages().bytes().0;
         match extents == region.0 {

@@ -59,9 +59,6 @@ impl Format {
     }
 
     /// Check whether this program may read a file or message with this stamp.
-    ///
-    /// # Errors
-    /// It may not.
     pub const fn check(&self, theirs: Stamp) -> Result<(), Unreadable> {
         if theirs.least_reader > self.version || theirs.version < self.oldest {
             return Err(Unreadable { theirs, ours: *self });

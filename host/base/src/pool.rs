@@ -160,9 +160,6 @@ impl Message for Given {
 }
 
 /// Checks that an answer matches the request.
-///
-/// # Errors
-/// What is wrong with it.
 pub fn check(extents: &[Extent], size: Bytes, pages: Pages, files: usize) -> Result<Extents, Invalid> {
     let checked = Extents::new(extents).map_err(|error| error.to_string())?;
     if extents.iter().map(|extent| extent.len.0).sum::<u64>() != size.0 || files > MAX_FILES {

@@ -12,7 +12,6 @@ use serde::Serialize;
 use crate::names::explain;
 use crate::show;
 
-/// Arguments of `adopt`.
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("which").required(true).args(["vm", "all"]))]
 pub struct AdoptArgs {
@@ -27,7 +26,6 @@ pub struct AdoptArgs {
     pub name: Option<String>,
 }
 
-/// Arguments of `release`.
 #[derive(Debug, Args)]
 pub struct ReleaseArgs {
     /// The VM's name
@@ -37,7 +35,6 @@ pub struct ReleaseArgs {
     pub bring_back: bool,
 }
 
-/// Adopt.
 pub fn adopt(client: &Client, args: &AdoptArgs, json: bool) -> Result<()> {
     let pid = args.vm.as_ref().and_then(|vm| vm.parse().ok());
     let vm = args.vm.clone().filter(|_| pid.is_none());
@@ -72,7 +69,6 @@ fn adopted(vms: &[VmStat]) -> String {
     }
 }
 
-/// Release.
 pub fn release(client: &Client, args: &ReleaseArgs, json: bool) -> Result<()> {
     let ReleaseArgs { name, bring_back } = args;
     let vm = client
@@ -169,7 +165,6 @@ impl SwapFindings {
         }
     }
 
-    /// In words.
     pub fn describe(&self) -> String {
         if self.total_bytes == 0 {
             return format!("Swap: none, so no VM that runs already can be given a limit. To have some:\n  {HOW_TO}\n");

@@ -21,7 +21,6 @@ const HOUR_S: u32 = 3600;
 const LITTLE: u16 = 10;
 const SOME: u16 = 50;
 
-/// Arguments of `advise`.
 #[derive(Debug, Args)]
 pub struct AdviseArgs {
     /// The VMs' names [default: all VMs]
@@ -53,7 +52,6 @@ struct Need {
     enough_bytes: u64,
 }
 
-/// Advise.
 pub fn advise(client: &Client, args: &AdviseArgs, json: bool) -> Result<()> {
     let vms = match &args.names[..] {
         [] => client.vms().context("Listing the VMs")?,

@@ -68,7 +68,6 @@ pub fn screen(vm: &VmStat) -> String {
     text
 }
 
-/// Tiering inside the guest.
 fn of_tiering(tiering: &TieringStat) -> String {
     let mut text = format!("  tiering: {}", tiering.state);
     if !tiering.note.is_empty() {

@@ -34,7 +34,6 @@ pub fn api_socket(named: Option<PathBuf>) -> PathBuf {
 const AFTER_HELP: &str = "Exit codes: 0 done, 1 failed, 2 wrong command line, 3 no such VM, 4 daemon not reachable, \
 5 the machine lacks something (see ballast doctor).";
 
-/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Start a VMM so that its guest RAM is managed
@@ -105,7 +104,6 @@ pub enum Command {
     },
 }
 
-/// What can be done with VMs.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
     /// List VMs
@@ -189,7 +187,7 @@ pub struct SetArgs {
     pub headroom: Option<Word<u32>>,
 }
 
-/// A value as typed, or `none` for the default.
+/// A value as typed, or `none` to remove it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word<T>(pub Option<T>);
 
@@ -209,7 +207,6 @@ fn shares(text: &str) -> Result<Word<u32>, Invalid> {
     })))
 }
 
-/// What can be done with the policy.
 #[derive(Debug, Subcommand)]
 pub enum PolicyCommand {
     /// Show it
@@ -230,7 +227,6 @@ pub enum PolicyCommand {
     },
 }
 
-/// Arguments of `explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// The VM's name
@@ -240,7 +236,6 @@ pub struct ExplainArgs {
     pub last: usize,
 }
 
-/// Arguments of `top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
     /// Print one plain frame and end
@@ -254,7 +249,6 @@ pub struct TopArgs {
     pub sort: Sort,
 }
 
-/// Arguments of `events`.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
     /// Go on as events come, until it is ended; with --json one object a line
@@ -271,7 +265,6 @@ pub struct EventsArgs {
     pub since: Option<Duration>,
 }
 
-/// Arguments of `web`.
 #[derive(Debug, Args)]
 pub struct WebArgs {
     /// Port of the loopback interface; 0: any that is free
@@ -279,7 +272,6 @@ pub struct WebArgs {
     pub port: u16,
 }
 
-/// The column by which VMs are sorted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sort {
     /// Alphabetically

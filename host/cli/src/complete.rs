@@ -22,7 +22,6 @@ pub fn answer() {
     CompleteEnv::with_factory(command).var(VAR).complete();
 }
 
-/// Prints the script.
 pub fn script(shell: Shell) -> Result<()> {
     let shells = Shells::builtins();
     let shell = shells.completer(&shell.to_string()).context("clap_complete has lost a shell")?;

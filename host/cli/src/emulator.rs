@@ -21,9 +21,6 @@ const VARIABLE: &str = "BALLAST_EMULATOR";
 const PLACES: [&str; 3] = ["/usr/bin", "/usr/libexec", "/usr/local/bin"];
 
 /// The command line of `ballast run`, if this program was started as an emulator; else these words.
-///
-/// # Errors
-/// The file cannot be read, or QEMU is not there.
 pub fn command_line(words: impl Iterator<Item = OsString>) -> Result<Vec<OsString>> {
     let words: Vec<OsString> = words.collect();
     let name = words.first().and_then(|word| Path::new(word).file_name()).unwrap_or_default().to_string_lossy();

@@ -15,7 +15,6 @@ use crate::show;
 /// Pause between two questions while it follows.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Run the command.
 pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_us = args.since.map_or(0, |since| now.saturating_sub(since).as_micros() as u64);

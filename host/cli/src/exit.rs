@@ -32,7 +32,6 @@ impl From<Exit> for ExitCode {
 /// An error that ends the command with a code other than 1.
 #[derive(Debug)]
 pub struct Coded {
-    /// The code.
     pub exit: Exit,
     /// The failure and the advice.
     pub message: String,

@@ -12,7 +12,6 @@ use clap::Args;
 use crate::names::explain;
 use crate::show;
 
-/// Show which memory of a VM is hot
 #[derive(Debug, Args)]
 pub struct HeatArgs {
     /// The VM's name
@@ -30,7 +29,6 @@ fn track(text: &str) -> Result<bool, Invalid> {
     }
 }
 
-/// Run the command.
 pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
     let heat = match args.track {
         Some(track) => client.set_track(&args.name, track),
@@ -40,7 +38,6 @@ pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
     if json { show::json(&heat) } else { Ok(show::print(&screen(&heat))?) }
 }
 
-/// The report, on one screen.
 fn screen(heat: &VmHeat) -> String {
     let mut text = String::new();
     let cycles = show::grouped(heat.cycles);

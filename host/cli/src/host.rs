@@ -7,7 +7,6 @@ use ballast_api::{Client, HostStat, RemoteNode};
 
 use crate::show;
 
-/// Show the host.
 pub fn host(client: &Client, json: bool) -> Result<()> {
     let host = client.host()?;
     if json { show::json(&host) } else { Ok(show::print(&describe(&host))?) }

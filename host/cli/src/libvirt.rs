@@ -18,14 +18,12 @@ use crate::{run, show};
 /// Where the package has the emulators.
 const EMULATORS: &str = "/usr/lib/ballast";
 
-/// What can be asked about libvirt's domains.
 #[derive(Debug, clap::Subcommand)]
 pub enum LibvirtCommand {
     /// Say of each domain whether it is paged, and what is missing if it is not; changes nothing
     Status,
 }
 
-/// One domain.
 #[derive(Debug, Serialize)]
 struct Domain {
     name: String,
@@ -47,7 +45,6 @@ enum Now {
     Unknown,
 }
 
-/// Show all domains.
 pub fn status(client: &Client, json: bool) -> Result<()> {
     let vms = client.vms();
     if let Err(error) = &vms {
@@ -73,7 +70,6 @@ pub fn status(client: &Client, json: bool) -> Result<()> {
     if json { show::json(&domains) } else { Ok(show::print(&describe(&domains))?) }
 }
 
-/// UUID and name of each line.
 fn listed(text: &str) -> impl Iterator<Item = (&str, &str)> {
     text.lines().filter_map(|line| line.trim().split_once(' ')).map(|(uuid, name)| (uuid, name.trim()))
 }
@@ -133,7 +129,6 @@ fn words(text: &str) -> Result<Vec<String>> {
     Ok(words)
 }
 
-/// Ask libvirt.
 fn virsh(args: &[&str], input: Option<&str>) -> Result<String> {
     let mut command = Command::new("virsh");
     command.arg("-q").args(args).env("LC_ALL", "C");

@@ -12,7 +12,6 @@ use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat, SettingSource
 use crate::args::{ExplainArgs, PolicyCommand};
 use crate::{agent, names, show};
 
-/// `ballast policy show|set`.
 pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
     let stat = match command {
         PolicyCommand::Show => client.policy()?,
@@ -83,7 +82,6 @@ fn outcome(decision: &Decision) -> String {
     }
 }
 
-/// `ballast explain VM`.
 pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
     let found = client.decisions(&args.name).map_err(|error| names::explain(client, &args.name, error))?;
     let last = &found[found.len().saturating_sub(args.last)..];

@@ -14,7 +14,6 @@ use clap::Subcommand;
 
 use crate::show;
 
-/// What can be done with the pool.
 #[derive(Debug, Subcommand)]
 pub enum PoolCommand {
     /// Show it: what each node has, a map of its files, and which VMs have memory of it
@@ -97,7 +96,6 @@ impl FromStr for Percent {
     }
 }
 
-/// Run the command.
 pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     let (pool, changed) = match command {
         PoolCommand::Show => (client.pool()?, None),

@@ -170,9 +170,6 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
 
 /// Whether an emulator of ours could page the guest of QEMU with these arguments. Returns why it would take nothing
 /// from it, if an option holds its RAM.
-///
-/// # Errors
-/// The reason why it would refuse them.
 pub fn check(words: &[String]) -> Result<Option<String>, Invalid> {
     let plan = inspect(words, Backing::Memfd, &is_ram_file)?;
     Ok(plan.notes.into_iter().find(|note| note.contains(PINNED)))
@@ -205,7 +202,6 @@ fn refuse_for_others(args: &RunArgs) -> Result<()> {
     }
 }
 
-/// Makes these changes.
 fn apply(words: &mut Vec<OsString>, edits: Vec<Edit>) {
     for edit in edits {
         match edit {

@@ -27,7 +27,6 @@ pub fn keeps_free_memory(vm: &VmStat) -> Option<String> {
     })
 }
 
-/// A limit, or `none`.
 pub fn limit(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "none".into(), size)
 }
@@ -148,7 +147,6 @@ pub fn print_as_it_is(text: &str) -> io::Result<bool> {
     }
 }
 
-/// Print a value as indented JSON.
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     print_as_it_is(&(serde_json::to_string_pretty(value)? + "\n"))?;
     Ok(())

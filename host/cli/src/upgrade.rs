@@ -19,7 +19,6 @@ const POLL_EVERY: Duration = Duration::from_millis(20);
 /// Longest silence of the API: it responds when all VMs have moved.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Begin an upgrade, and wait for its end.
 pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
     let client = client.retry_for(SILENCE);
     let program = program.map(|path| absolute(&path)).transpose()?;

@@ -16,7 +16,6 @@ use crate::heat;
 use crate::names::explain;
 use crate::show;
 
-/// Run the command.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     match command {
         VmCommand::List => {
@@ -106,7 +105,6 @@ fn not_kept(vm: &VmStat) -> String {
     of_change.map(|warning| format!("warning: {warning}\n")).collect()
 }
 
-/// What is kept of VMs.
 fn kept_list(kept: &[KeptVm]) -> String {
     if kept.is_empty() {
         return "Nothing is kept: no limit or setting of a VM was changed.\n".into();
@@ -119,7 +117,6 @@ fn kept_list(kept: &[KeptVm]) -> String {
     show::lines(&table)
 }
 
-/// Settings that were changed.
 fn in_words(patch: &VmPatch) -> String {
     fn word<T>(name: &str, value: Option<Option<T>>, shown: impl Fn(T) -> String) -> Option<String> {
         value.map(|value| format!("{name} {}", value.map_or("none".into(), shown)))
@@ -168,7 +165,6 @@ fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, js
     Ok(())
 }
 
-/// Restore all of a VM, and wait until it is done.
 fn restore(client: &Client, name: &str) -> Result<VmStat> {
     /// Time between two samples.
     const PAUSE: Duration = Duration::from_millis(100);
@@ -260,7 +256,6 @@ fn limit_in_words(vm: &VmStat) -> String {
     }
 }
 
-/// Everything about one VM on one screen.
 fn screen(vm: &VmStat) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
@@ -311,7 +306,6 @@ fn host_tiers(vm: &VmStat) -> String {
     )
 }
 
-/// The guest-physical addresses of each region's parts.
 fn guest_addresses(vm: &VmStat) -> String {
     let seen = |region: &RegionStat| {
         let index = region.index;

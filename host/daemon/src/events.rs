@@ -11,18 +11,15 @@ use ballast_api::Event;
 use ballast_base::text::shown;
 use tokio::sync::watch;
 
-/// Most events in the list.
 const MOST: usize = 1000;
 /// The kind of a decision of the policy.
 const DECISION: &str = "decision";
 /// Events in one message to another engine: a message holds 64 KiB, and their texts are short.
 const IN_A_MESSAGE: usize = 50;
 
-/// A bounded list of events.
 #[derive(Debug, Default)]
 pub struct Events {
     list: Mutex<List>,
-    /// The number of the last event.
     last: watch::Sender<u64>,
 }
 

@@ -44,7 +44,6 @@ struct Sample {
     restores_per_s: u16,
 }
 
-/// Counters at the last sample.
 #[derive(Clone, Copy, Debug, Default)]
 struct Before {
     stall_us: u64,
@@ -250,7 +249,6 @@ impl Past {
     }
 }
 
-/// Whether it can be the name of a file.
 fn is_name(id: &str) -> bool {
     !id.is_empty()
         && id != HOST

@@ -24,18 +24,13 @@ use crate::engine::served::SMALLEST_LIMIT;
 pub struct VmRule {
     /// The limit, as a size with a unit, or `none`.
     pub limit: Option<String>,
-    /// DRAM that is never taken.
     pub reservation: Option<String>,
-    /// DRAM that is taken last.
     pub protect: Option<String>,
-    /// Weight when memory is short.
     pub shares: Option<Shares>,
-    /// Memory beyond the working set.
     pub headroom_percent: Option<u32>,
     pub class: Option<Class>,
 }
 
-/// Shares in the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Shares {
@@ -47,7 +42,6 @@ pub enum Shares {
 /// A rule, as an engine gets it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rule {
-    /// The pattern in the configuration.
     pub pattern: String,
     /// The user of a pattern `user:NAME`.
     pub uid: Option<u32>,
@@ -57,15 +51,11 @@ pub struct Rule {
 /// The settings that one source names; `None`: not named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Wanted {
-    /// The limit, or that there is none.
     pub limit: Option<Option<Bytes>>,
-    /// DRAM that is never taken.
     pub reservation: Option<Bytes>,
-    /// DRAM that is taken last.
     pub protect: Option<Bytes>,
     /// Shares, or those of the class.
     pub shares: Option<Option<u32>>,
-    /// Memory beyond the working set.
     pub headroom_percent: Option<u32>,
     pub class: Option<Class>,
 }
@@ -146,7 +136,6 @@ impl From<&VmPatch> for Wanted {
 /// A VM, as rules see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// The name, as shown.
     pub name: String,
     /// An operator gave it that name; otherwise it contains its process's pid, which another VM will have one day.
     pub is_named: bool,
@@ -209,7 +198,6 @@ pub struct Sources(pub [Option<SourceKind>; NAMES.len()]);
 const SETTLED: u64 = 1 << 63;
 
 impl Sources {
-    /// Encodes them in one word.
     pub fn to_word(self) -> u64 {
         let number = |source: &Option<SourceKind>| source.map_or(0, |source| source as u64 + 1);
         self.0.iter().enumerate().fold(SETTLED, |word, (at, source)| word | number(source) << (2 * at))
@@ -238,7 +226,6 @@ impl Sources {
 }
 
 impl Wanted {
-    /// Whether each of [`NAMES`] is named.
     pub fn says(&self) -> [bool; NAMES.len()] {
         [
             self.limit.is_some(),
@@ -254,7 +241,6 @@ impl Wanted {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settled {
     pub limit: Option<Bytes>,
-    /// All other settings.
     pub settings: Settings,
     pub sources: Sources,
 }

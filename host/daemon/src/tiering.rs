@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 /// Nodes with memory, as the kernel lists them: `0-1,3`.
 const WITH_MEMORY: &str = "/sys/devices/system/node/has_memory";
 
-/// The settings of tiers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tiering {
@@ -33,7 +32,6 @@ const fn quarter_gib() -> u64 {
 }
 
 impl Tiering {
-    /// Checks the range of each value.
     pub fn validate(&self) -> anyhow::Result<()> {
         let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
         ensure!(fast_node != slow_node, "tier.slow_node = {slow_node} is the fast node as well");
@@ -62,7 +60,6 @@ impl Tiering {
         Ok(())
     }
 
-    /// The settings for the pager.
     pub fn to_pager(self) -> HostTiers {
         let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
         HostTiers { fast_node, slow_node, fast_percent, mib_per_s }

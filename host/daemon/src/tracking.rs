@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tracking {
-    /// Whether to track which memory is hot.
     pub track: bool,
     /// Most cost, in percent of one CPU; the waits of guest threads may cost that much again.
     pub cost_percent: f64,
@@ -23,7 +22,6 @@ impl Default for Tracking {
 }
 
 impl Tracking {
-    /// Checks the range of each value.
     pub fn validate(&self) -> anyhow::Result<()> {
         let cost = self.cost_percent;
         ensure!((0.01..=100.0).contains(&cost), "heat.cost_percent = {cost} is out of range: 0.01 to 100");

@@ -190,17 +190,11 @@ impl Layout {
 }
 
 /// Makes the file of an arena, which an engine will format.
-///
-/// # Errors
-/// The kernel refuses.
 pub fn create() -> io::Result<OwnedFd> {
     memfd::create("ballast-store", Bytes(0))
 }
 
 /// Whether this file was never formatted, or not completely.
-///
-/// # Errors
-/// The kernel refuses.
 pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
     Ok(matches!(memfd::size(fd)?.0, 0 | HEADER_BYTES))
 }
@@ -208,9 +202,6 @@ pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
 const HEADER_BYTES: u64 = PAGE_SIZE as u64;
 
 /// Formats a new file as an arena of `slabs` slabs.
-///
-/// # Errors
-/// An arena cannot have this number of slabs, or the kernel refuses.
 pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     if slabs == 0 || slabs > MAX_SLABS {
         return Err(io::Error::new(
@@ -236,9 +227,6 @@ fn is_lost(magic: u64, fd: impl AsFd) -> io::Result<bool> {
 }
 
 /// The number of slabs, of `slabs`, up to the last allocated page of the table.
-///
-/// # Errors
-/// The kernel refuses.
 pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
     let table_end = (TABLE_START + slabs as usize * ENTRY_BYTES) as u64;
     let (mut at, mut touched_end) = (TABLE_START as u64, TABLE_START as u64);
@@ -301,9 +289,6 @@ fn look(layout: &Layout, fd: impl AsFd) -> io::Result<Option<Vec<u64>>> {
 
 /// Whether [`read`] could open this arena; a file that was never formatted is fine. Changes nothing, even if other
 /// processes use the arena, so that the engine that opens it learns of a lost header.
-///
-/// # Errors
-/// The reason, if it could not.
 pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     if is_new(&fd)? { Ok(()) } else { look(layout, fd).map(drop) }
 }
@@ -318,17 +303,11 @@ pub fn member(vm: VmId) -> u64 {
 pub const ENGINES: u64 = 0;
 
 /// From now on this opening of a group's arena shows that a process has the words of this VM.
-///
-/// # Errors
-/// The kernel refuses.
 pub fn announce(group: impl AsFd, vm: VmId) -> io::Result<()> {
     presence::announce(group, member(vm))
 }
 
 /// The file of an index, by its numbers: a caller can compare a descriptor with it before any other call on that.
-///
-/// # Errors
-/// The index is not one that this program can read.
 pub fn file_of(index: impl AsFd) -> io::Result<FileId> {
     let words = look(&INDEX, index)?.ok_or_else(|| INDEX.invalid("its header is lost".into()))?;
     let own = |word: usize| words[OWN_WORDS_START + word];

@@ -15,11 +15,7 @@ use crate::maps::{mapped, opened};
 
 /// A process, not in `but`, that has one of these files open or maps one. Descriptors are checked first, because each
 /// process may have them. A process that hangs and cannot be examined counts as having none, unless it is one of
-/// `suspects`, which had them.
-///
-/// # Errors
-///
-/// Not all processes could be examined, for lack of a resource: some process may have them.
+/// `suspects`, which had them. Fails if not all could be examined, for lack of a resource: some process may have them.
 pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [

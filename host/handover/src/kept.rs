@@ -154,9 +154,6 @@ impl Kept {
     }
 
     /// Writes it to a new memfd.
-    ///
-    /// # Errors
-    /// Memory or descriptors are short.
     pub fn write(&self) -> io::Result<OwnedFd> {
         let fd = memfd::create("ballast-kept", Bytes(0))?;
         let file = File::from(fd);

@@ -123,9 +123,6 @@ fn list_len(count: usize) -> usize {
 }
 
 /// Decodes the record in these words of a file of this size.
-///
-/// # Errors
-/// What is wrong with it.
 pub(crate) fn read(words: &[AtomicU64], file: &OwnedFd, size: u64) -> Result<RegionRecord, Invalid> {
     let get = |word: usize| words[word].load(Ordering::Acquire);
     let (pages, table_offset) = (get(3), get(4));

@@ -20,14 +20,12 @@ use rustix::net::{AddressFamily, SocketType, sockopt};
 use crate::store_files::{Files, reopen_ours};
 use ballast_sys::slow_fd::SlowFd;
 
-/// The descriptors of an admitted attach.
 #[derive(Debug)]
 pub struct Admitted {
     /// The userfaultfds, non-blocking, no two the same.
     pub uffds: Vec<SlowFd>,
     /// The engine's end of the control socket.
     pub control: SlowFd,
-    /// The regions.
     pub ram: Vec<Ram>,
     /// On resume: the client's escrow, reopened for writing.
     pub resumed: Option<Escrow>,
@@ -36,20 +34,16 @@ pub struct Admitted {
 /// Files that clients keep for the next keeper.
 #[derive(Debug)]
 pub struct Escrow {
-    /// The state file.
     pub state: SlowFd,
-    /// The files of its stores.
     pub stores: Vec<Files>,
 }
 
 /// A region as a process maps it.
 #[derive(Debug)]
 pub struct Ram {
-    /// Its addresses.
     pub span: Span,
     /// Its guest-physical address, if known.
     pub guest_address: Option<u64>,
-    /// Its extents.
     pub extents: Extents,
     /// The files that extents name, each once.
     pub files: Vec<(Arc<SlowFd>, FileId)>,
@@ -68,7 +62,6 @@ impl Ram {
     }
 }
 
-/// Check an attach and its descriptors.
 pub fn admit(attach: &Attach, fds: Vec<SlowFd>) -> anyhow::Result<Admitted> {
     attach.validate()?;
     if fds.len() != attach.fd_count() {

@@ -15,7 +15,6 @@ use crate::engine::Who;
 use crate::keeper::Keeper;
 use crate::waiting::UNASKED;
 
-/// Time between checks.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 
 impl Keeper {

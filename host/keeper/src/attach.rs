@@ -329,7 +329,6 @@ impl Keeper {
         }
     }
 
-    /// The VM this client is attached to.
     pub(crate) fn vm_of(&mut self, key: u64) -> anyhow::Result<&mut Vm> {
         let id = self.clients.view(key).context(NO_VIEW)?.vm;
         self.vms.get_mut(id).context(NO_VM)

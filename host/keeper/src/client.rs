@@ -38,7 +38,6 @@ const MOST_PENDING: usize = 8;
 /// Pause of the listening socket, which stays readable, when there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
-/// The connections.
 #[derive(Default)]
 pub(crate) struct Clients {
     known: HashMap<u64, Client>,
@@ -60,7 +59,6 @@ struct Client {
     owed: VecDeque<Option<KeeperToClient>>,
 }
 
-/// A client's wait.
 struct Wait {
     client: u64,
     /// The order whose end it waits for; a new engine is given it again.
@@ -68,7 +66,6 @@ struct Wait {
     answer: Answer,
 }
 
-/// A process, and its user.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Peer {
     pub pid: u32,
@@ -109,7 +106,6 @@ pub(crate) enum Heard {
     End(String),
 }
 
-/// The client of this record.
 fn again(client: &KeptClient, kept: &Kept) -> anyhow::Result<Client> {
     let KeptClient { key, socket, pid, uid, faults, ref view } = *client;
     let view = view.as_ref().map(|view| {
@@ -139,7 +135,6 @@ fn again(client: &KeptClient, kept: &Kept) -> anyhow::Result<Client> {
 }
 
 impl Clients {
-    /// The clients of this record.
     pub fn of(kept: &Kept) -> anyhow::Result<Self> {
         let mut clients = Self { next_key: kept.next_client, ..Self::default() };
         for ask in &kept.pending {
@@ -154,7 +149,6 @@ impl Clients {
         Ok(clients)
     }
 
-    /// Records them.
     pub fn record(&self, kept: &mut Kept) {
         let number = |fd: &SlowFd| fd.as_fd().as_raw_fd();
         kept.next_client = self.next_key;
@@ -191,7 +185,6 @@ impl Clients {
         self.accept_again.is_none_or(|at| Instant::now() >= at)
     }
 
-    /// Take connections.
     pub fn accept(&mut self, listener: BorrowedFd<'_>) {
         for _ in 0..BURST {
             let socket = match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
@@ -273,25 +266,21 @@ impl Clients {
         self.known.get(&key).map(|client| client.peer)
     }
 
-    /// The view of this client, if it is there and attached.
     pub fn view(&self, key: u64) -> Option<&ClientView> {
         self.known.get(&key)?.view.as_ref()
     }
 
-    /// Processes of a VM.
     pub fn views_of(&self, vm: VmId) -> impl Iterator<Item = (u32, &ClientView)> {
         let views = self.known.values().filter_map(|client| Some((client.peer.pid, client.view.as_ref()?)));
         views.filter(move |(_, view)| view.vm == vm)
     }
 
-    /// This client is attached.
     pub fn attach(&mut self, key: u64, view: ClientView) {
         if let Some(client) = self.known.get_mut(&key) {
             client.view = Some(view);
         }
     }
 
-    /// This client maps a region.
     pub fn map(&mut self, key: u64, span: Span, region: u32) {
         if let Some(view) = self.known.get_mut(&key).and_then(|client| client.view.as_mut()) {
             view.spans.push((span, region));

@@ -46,7 +46,6 @@ impl Keeper {
         }
     }
 
-    /// Refuse a client's request.
     pub(crate) fn refuse(&mut self, key: u64, why: &anyhow::Error) {
         if self.clients.refuse(key, format!("{why:#}")) {
             self.drop_client(key, "sends nothing but nonsense, or takes no answers");

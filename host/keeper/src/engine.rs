@@ -77,7 +77,6 @@ impl Pulse {
     }
 }
 
-/// One of the keeper's engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
     /// The one that serves.
@@ -95,7 +94,6 @@ pub(crate) enum Health {
     Dead,
 }
 
-/// An engine that runs.
 pub(crate) struct Engine {
     child: Child,
     process: Process,
@@ -106,7 +104,6 @@ pub(crate) struct Engine {
     orders: VecDeque<(Vec<u8>, Vec<Arc<SlowFd>>)>,
     /// The kernel has no space for the next order, and does not report when it has.
     starved: bool,
-    /// Why it was killed, if it was.
     killed: Option<&'static str>,
     begun: Instant,
     /// It was told that it has all VMs.
@@ -128,7 +125,6 @@ impl Engine {
         }
     }
 
-    /// Starts one of this program.
     pub fn start(program: &Program) -> anyhow::Result<Self> {
         let (ours, theirs) = scm::pair().context("Making a socket")?;
         rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
@@ -154,7 +150,6 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The record of it.
     pub fn kept(&self) -> KeptEngine {
         let Process { pid, start } = self.process;
         let [pidfd, socket] = [self.child.pidfd(), self.socket.as_fd()].map(|fd| fd.as_raw_fd());
@@ -176,7 +171,6 @@ impl Engine {
         (self.socket.as_fd(), if waits { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN })
     }
 
-    /// Are there orders that it has not taken?
     pub fn has_orders(&self) -> bool {
         !self.orders.is_empty()
     }
@@ -221,7 +215,6 @@ impl Engine {
         if let Beat::Dead(how) = beat { Health::Silent(how) } else { Health::Alive }
     }
 
-    /// Its next message.
     pub fn hear(&mut self) -> Option<Received> {
         let received = scm::receive(&self.socket).ok().flatten()?;
         self.pulse.silent = 0;
@@ -283,7 +276,6 @@ impl Engine {
         format!("{} ({status})", self.killed.unwrap_or("died"))
     }
 
-    /// Its process, to be reaped.
     pub fn into_child(self) -> Child {
         self.child
     }

@@ -89,7 +89,6 @@ impl Keeper {
         self.engines.give(who, order, fds);
     }
 
-    /// The engine that has this VM.
     fn who_has(&self, id: VmId) -> Who {
         // Without an upgrade there is one engine, and many VMs to look through.
         let is_nexts = |vm: &Vm| vm.place.who() == Who::Next && vm.id() == id;
@@ -172,7 +171,6 @@ impl Keeper {
         self.note(name, sleep::STUCK, message);
     }
 
-    /// Read all messages of an engine.
     pub(crate) fn hear(&mut self, who: Who) {
         for _ in 0..MOST_HEARD {
             let Some(received) = self.engines.hear(who) else { return };

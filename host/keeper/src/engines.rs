@@ -31,11 +31,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How long an engine that was followed may take to end.
 const LEAVES_WITHIN: Duration = Duration::from_secs(5);
 
-/// The keeper's engines.
 pub(crate) struct Engines {
-    /// The program that engines are started from.
     program: Program,
-    /// The program of this keeper itself.
     own_program: Program,
     /// The program before the last upgrade, until the new one has served once.
     last_program: Option<Program>,
@@ -55,7 +52,6 @@ pub(crate) struct Engines {
     restarts: u64,
     /// Engines in a row that died before they served.
     young_deaths: u32,
-    /// When and why the last engine went.
     died: Option<(Instant, String)>,
     /// Notes for the next engine's event list.
     unsaid: Vec<Order>,
@@ -163,7 +159,6 @@ impl Engines {
         self.serving.as_ref().is_some_and(Engine::serves)
     }
 
-    /// Have all that were followed ended?
     pub fn have_left(&self) -> bool {
         self.leaving.is_empty()
     }
@@ -200,7 +195,6 @@ impl Engines {
         self.died.as_ref().map(|(at, _)| clock::monotonic_ns_at(*at))
     }
 
-    /// The next message of this engine.
     pub fn hear(&mut self, who: Who) -> Option<Received> {
         self.engine(who)?.hear()
     }
@@ -224,7 +218,6 @@ impl Engines {
         }
     }
 
-    /// This engine has said that it serves.
     pub fn has_started(&mut self, who: Who) {
         if let Some(engine) = self.engine(who) {
             engine.has_started();
@@ -266,7 +259,6 @@ impl Engines {
         }
     }
 
-    /// Start the engine that is to follow.
     pub fn start_next(&mut self, program: &Program) -> anyhow::Result<()> {
         let next = self.spawn(program)?;
         let (pid, program) = (next.process().pid, program.path().display());

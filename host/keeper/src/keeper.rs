@@ -25,7 +25,6 @@ pub(crate) struct Standing {
     pub attach: Arc<OwnedFd>,
 }
 
-/// The keeper's state.
 pub(crate) struct Keeper {
     /// `None` before it listens.
     pub(crate) standing: Option<Standing>,
@@ -35,7 +34,6 @@ pub(crate) struct Keeper {
     pub(crate) upgrades: Upgrades,
     /// This process is about to become another program.
     pub(crate) replacing: Option<Replacing>,
-    /// Attaches that wait for their stores.
     pub(crate) making: Vec<Making>,
     pub(crate) clients: Clients,
     pub(crate) vms: Vms,

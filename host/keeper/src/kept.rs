@@ -42,9 +42,6 @@ impl Keeper {
     }
 
     /// The keeper of this record, in the next program. For the other arguments see [`Engines::of`].
-    ///
-    /// # Errors
-    /// A descriptor is not open, or a file cannot be read by this program.
     pub(crate) fn of(kept: &Kept, own_program: Program, is_back: bool) -> anyhow::Result<Self> {
         let options = Options { file_stores: kept.file_stores, groups: kept.groups.clone(), ..Options::default() };
         let engines = Engines::of(kept, own_program, is_back)?;

@@ -16,13 +16,11 @@ use ballast_handover::mappers;
 use ballast_sys::memfd::FileId;
 use ballast_sys::priority::run_first;
 
-/// Time between scans.
 const EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for a process. A client reconnects several times a second; one that does not may be stopped, or never
 /// was a client.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// A search that is under way.
 #[derive(Debug)]
 pub struct Search {
     /// Time in which clients could find the keeper; it does not count while keeper or host stood still.
@@ -32,7 +30,6 @@ pub struct Search {
     answer: Option<mpsc::Receiver<Seen>>,
 }
 
-/// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// Nothing yet.

@@ -21,7 +21,6 @@ const TELL_AFTER: Duration = Duration::from_secs(2);
 /// is served, so this is not done all the time.
 pub(crate) const AGAIN_AFTER: Duration = Duration::from_secs(2);
 
-/// The place of a VM.
 pub(crate) struct Place {
     at: At,
     /// Set while some of its regions are missing: no engine has it then.
@@ -38,7 +37,6 @@ pub(crate) struct Place {
 /// The engine that has a VM, or will get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum At {
-    /// The keeper's engine.
     Engine,
     /// This order tells the keeper's engine to do nothing for it any more except to serve its faults.
     Resting(u64),
@@ -46,7 +44,6 @@ pub(crate) enum At {
     Both,
     /// The keeper's engine closes it: since when, and by which order. The next engine gets it then.
     Parting(Instant, u64),
-    /// The next engine.
     Next,
 }
 
@@ -68,7 +65,6 @@ struct Fenced {
 }
 
 impl Place {
-    /// With this engine.
     pub fn with(who: Who) -> Self {
         let at = if who == Who::Next { At::Next } else { At::Engine };
         Self { at, search: None, fenced: None, question: None, lost: None }
@@ -207,7 +203,6 @@ impl Place {
         is_news
     }
 
-    /// Does its engine lack something for it?
     pub fn is_lost(&self) -> bool {
         self.lost.is_some()
     }

@@ -13,7 +13,6 @@ use std::sync::Arc;
 use ballast_sys::spawn::Child;
 use rustix::fs::{Mode, OFlags};
 
-/// A program.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     path: PathBuf,
@@ -33,12 +32,10 @@ impl Program {
         Ok(Self { path, ..Self::at("/proc/self/exe".into())? })
     }
 
-    /// Its name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Is it the same file?
     pub fn is_file_of(&self, other: &Self) -> bool {
         let id = |program: &Self| rustix::fs::fstat(&*program.file).map(|stat| (stat.st_dev, stat.st_ino)).ok();
         id(self).is_some_and(|this| Some(this) == id(other))
@@ -49,7 +46,6 @@ impl Program {
         self.file.as_raw_fd()
     }
 
-    /// Start it.
     pub fn start(&self, args: &[&str], stdin: BorrowedFd<'_>) -> std::io::Result<Child> {
         // The path of a script's interpreter, too, which has none of our descriptors.
         let file = format!("/proc/{}/fd/{}", std::process::id(), self.number());

@@ -26,20 +26,16 @@ use crate::store_files::Files;
 use crate::taken;
 use ballast_sys::slow_fd::SlowFd;
 
-/// The files of a VM.
 pub(crate) struct Held {
     /// The state file, which outlives engines.
     state: StateFile,
     /// The same file, for the engine.
     file: Arc<SlowFd>,
-    /// The files of its stores.
     stores: Vec<Files>,
     /// The files of each region, by its number; `None` for one that was unplugged, or that no process has brought back
     /// yet.
     ram: Vec<Option<RamFiles>>,
-    /// Its user.
     uid: u32,
-    /// The VMM program.
     vmm: String,
     /// Why nothing may be reclaimed.
     pinned: Option<String>,
@@ -50,7 +46,6 @@ pub(crate) struct Held {
 /// An order and its descriptors.
 pub(crate) type Given = (Order, Vec<Arc<SlowFd>>);
 
-/// The files of a region.
 pub type RamFiles = Vec<(Arc<SlowFd>, FileId)>;
 
 impl Held {
@@ -85,7 +80,6 @@ impl Held {
         })
     }
 
-    /// The files of this record.
     pub fn of(vm: &KeptVm) -> anyhow::Result<Self> {
         let state = StateFile::open(taken::fd(vm.state)?)?;
         let name = state.name();
@@ -117,7 +111,6 @@ impl Held {
         Ok(held)
     }
 
-    /// The record of them.
     pub fn kept(&self) -> KeptVm {
         let numbers = |files: &Files| files.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
         let file = |(fd, id): &(Arc<SlowFd>, FileId)| (fd.as_fd().as_raw_fd(), id.dev, id.ino);
@@ -136,7 +129,6 @@ impl Held {
         &self.state
     }
 
-    /// Its user.
     pub fn uid(&self) -> u32 {
         self.uid
     }
@@ -205,7 +197,6 @@ impl Held {
         Some((Order::AddRegion { vm: self.state.id(), pid, span, number, files: fds.len() as u8 }, fds))
     }
 
-    /// Are files of unplugged regions here?
     pub fn has_removed(&self) -> bool {
         self.state.regions().iter().zip(&self.ram).any(|(record, ram)| record.removed && ram.is_some())
     }
@@ -330,7 +321,6 @@ impl Held {
         Ok(number)
     }
 
-    /// The files of missing regions.
     pub fn missing_files(&self) -> HashSet<FileId> {
         self.missing().into_iter().flat_map(|(_, record)| record.files).collect()
     }

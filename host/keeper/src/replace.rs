@@ -107,7 +107,6 @@ impl Keeper {
         }
     }
 
-    /// Why this process cannot become another program now.
     fn in_the_way(&self) -> Option<String> {
         if let Some(why) = self.engine_in_the_way() {
             return Some(why);
@@ -153,7 +152,6 @@ impl Keeper {
         self.replaced(Err(why.into()));
     }
 
-    /// The end of an upgrade.
     pub(crate) fn replaced(&mut self, result: Result<(), Failure>) {
         let program = &self.upgrades.last().program;
         let message = match &result {
@@ -181,9 +179,6 @@ fn become_follower(file: &OsStr, name: &OsStr, Follow { kept, back, because }: &
 }
 
 /// The keeper that the previous program was, in this one. If that fails, become the previous program again.
-///
-/// # Errors
-/// It cannot be, and there is no program to become.
 pub(crate) fn follow(follow: &Follow) -> anyhow::Result<Keeper> {
     // One that was executed from a descriptor has that one's number as its name.
     let _ = rustix::thread::set_name(c"ballastd");

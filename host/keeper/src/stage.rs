@@ -50,7 +50,6 @@ pub(crate) enum Stage {
     Returning,
 }
 
-/// An event of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Happens {
     /// The condition that the stage waits for.
@@ -61,10 +60,8 @@ pub(crate) enum Happens {
     OldDies,
 }
 
-/// The reaction to an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Then {
-    /// This stage begins.
     Go(Stage),
     /// New serves all: old leaves.
     Leave,

@@ -29,7 +29,6 @@ pub struct Files {
 }
 
 impl Files {
-    /// The file of the RAM store.
     pub fn ram(arena: SlowFd) -> Self {
         Self { store: RAM_STORE, files: vec![Arc::new(arena)] }
     }
@@ -45,9 +44,6 @@ impl Files {
     }
 
     /// The file of the group store, for this VM: an opening of its own of the group's arena.
-    ///
-    /// # Errors
-    /// The kernel refuses.
     pub fn group(arena: SlowFd, vm: VmId) -> anyhow::Result<Self> {
         arena::announce(&arena, vm).context("Announcing a member of a group")?;
         Ok(Self { store: GROUP_STORE, files: vec![Arc::new(arena)] })
@@ -86,7 +82,6 @@ impl Files {
         if files.iter().any(|files| files.store == RAM_STORE) { Ok(files) } else { bail!("no arena was brought back") }
     }
 
-    /// The number of its store.
     pub fn store(&self) -> u8 {
         self.store
     }
@@ -96,7 +91,6 @@ impl Files {
         stores.iter().map(|files| StoreFiles { store: files.store, count: files.files.len() as u8 }).collect()
     }
 
-    /// The files.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<SlowFd>> {
         self.files.iter()
     }

@@ -21,7 +21,6 @@ pub(crate) fn sent(number: Number) -> anyhow::Result<SlowFd> {
     Ok(fd(number)?.into())
 }
 
-/// A child of this process.
 pub(crate) fn child(pid: u32, pidfd: Number) -> anyhow::Result<Child> {
     Child::known(pid, fd(pidfd)?).with_context(|| format!("Taking over child {pid}"))
 }

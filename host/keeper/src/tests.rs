@@ -99,7 +99,6 @@ fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
     add_vm(keeper, name, 0)
 }
 
-/// A VM of this user.
 fn add_vm(keeper: &mut Keeper, name: &str, uid: u32) -> VmId {
     let held = Held::create(&attach_as(name, None), uid).expect("state and arena");
     let vm = Vm { held, place: Place::with(Who::Engine) };
@@ -108,7 +107,6 @@ fn add_vm(keeper: &mut Keeper, name: &str, uid: u32) -> VmId {
     id
 }
 
-/// Its first VM.
 fn first_vm(keeper: &mut Keeper) -> &mut Vm {
     keeper.vms.iter_mut().next().expect("a VM")
 }

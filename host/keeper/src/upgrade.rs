@@ -50,7 +50,6 @@ impl Keeper {
         if self.tells_next() { Who::Next } else { Who::Engine }
     }
 
-    /// The engine that is to follow is dead.
     pub(crate) fn next_died(&mut self) {
         // It may have given the reason.
         self.hear(Who::Next);

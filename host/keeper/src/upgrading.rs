@@ -29,16 +29,13 @@ pub(crate) enum Asked {
     Leave(VmId),
 }
 
-/// The keeper's upgrades.
 #[derive(Default)]
 pub(crate) struct Upgrades {
     under_way: Option<Upgrade>,
     last: Upgrading,
 }
 
-/// An upgrade that is under way.
 struct Upgrade {
-    /// The program of the new engine.
     program: Program,
     stage: Stage,
     begun: Instant,
@@ -66,12 +63,10 @@ impl Upgrades {
         &self.last
     }
 
-    /// The stage of the one under way.
     pub fn stage(&self) -> Option<Stage> {
         self.under_way.as_ref().map(|upgrade| upgrade.stage)
     }
 
-    /// The program of the one under way.
     pub fn program(&self) -> Option<&Program> {
         self.under_way.as_ref().map(|upgrade| &upgrade.program)
     }

@@ -24,13 +24,11 @@ use crate::waiting::UNASKED;
 /// Tries to open a VM only to close it: within about a minute. Then its memory is more use to others.
 const MOST_TRIES: u32 = 30;
 
-/// A VM.
 pub(crate) struct Vm {
     pub held: Held,
     pub place: Place,
 }
 
-/// A VM without processes.
 pub(crate) struct Closing {
     pub vm: Vm,
     /// Number of the order to close it.
@@ -43,7 +41,6 @@ pub(crate) struct Closing {
     tries: u32,
 }
 
-/// The VMs that the keeper holds.
 pub(crate) struct Vms {
     list: Vec<Vm>,
     closing: Vec<Closing>,
@@ -136,12 +133,10 @@ impl Closing {
 }
 
 impl Vms {
-    /// None yet.
     pub fn new() -> Self {
         Self { list: Vec::new(), closing: Vec::new(), remember_at: Instant::now() }
     }
 
-    /// The VMs of this record.
     pub fn of(kept: &Kept) -> anyhow::Result<Self> {
         let again = |vm| anyhow::Ok(Vm { held: Held::of(vm)?, place: Place::with(Who::Engine) });
         let mut vms = Self::new();
@@ -154,14 +149,12 @@ impl Vms {
         Ok(vms)
     }
 
-    /// Records them.
     pub fn record(&self, kept: &mut Kept) {
         kept.vms = self.list.iter().map(|vm| vm.held.kept()).collect();
         let closing = |closing: &Closing| (closing.seq, closing.given, closing.vm.held.kept());
         kept.closing = self.closing.iter().map(closing).collect();
     }
 
-    /// The VMs with processes.
     pub fn iter(&self) -> impl Iterator<Item = &Vm> {
         self.list.iter()
     }
@@ -211,7 +204,6 @@ impl Vms {
         Some((was, given))
     }
 
-    /// The VMs that are being closed.
     pub fn closing(&self) -> impl Iterator<Item = &Closing> {
         self.closing.iter()
     }

@@ -15,7 +15,6 @@ use ballast_sys::slow_fd::SlowFd;
 /// Number of an order without a waiting caller.
 pub const UNASKED: u64 = u64::MAX;
 
-/// An attach that waits.
 pub struct Making {
     pub seq: u64,
     pub client: u64,
@@ -28,7 +27,6 @@ pub struct Making {
 pub type Made = Result<[SlowFd; 2], Failure>;
 
 impl Making {
-    /// The order that makes its store.
     pub fn order(&self) -> Order {
         Order::MakeFileStore { seq: self.seq }
     }

@@ -17,9 +17,6 @@ const MOST_BITS: usize = 1 << 20;
 
 impl Cpus {
     /// Returns the CPUs on which this thread may run; 0 is the calling one.
-    ///
-    /// # Errors
-    /// There is no such thread.
     pub fn of(thread: u32) -> io::Result<Self> {
         let mut words = FIRST_BITS / 64;
         loop {
@@ -51,9 +48,6 @@ impl Cpus {
     }
 
     /// From now on this thread runs on these CPUs; 0 is the calling one.
-    ///
-    /// # Errors
-    /// There is no such thread, it is not permitted, or the process may not use any of these CPUs.
     pub fn hold(&self, thread: u32) -> io::Result<()> {
         let (size, place) = (size_of_val(&self.0[..]), self.0.as_ptr());
         // SAFETY: the kernel reads `size` bytes, which the mask has, for the length of the call.

@@ -71,18 +71,12 @@ struct Type {
 
 impl Btf {
     /// Read the types of the running kernel.
-    ///
-    /// # Errors
-    /// The kernel has no such file (`CONFIG_DEBUG_INFO_BTF`), or its format is unknown.
     pub fn of_kernel() -> io::Result<Self> {
         let bytes = std::fs::read(PATH).map_err(|error| io::Error::new(error.kind(), format!("{PATH}: {error}")))?;
         Self::parse(bytes)
     }
 
     /// Read the types from the bytes of such a file.
-    ///
-    /// # Errors
-    /// The bytes do not have the format.
     pub fn parse(bytes: Vec<u8>) -> io::Result<Self> {
         let word = |at: usize| u32_at(&bytes, at).ok_or_else(|| broken("it ends within its header"));
         // Magic, version and flags share the first word.

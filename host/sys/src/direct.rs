@@ -45,18 +45,12 @@ pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
 
 /// The same file as a place only (`O_PATH`): a descriptor that keeps the file and can be sent and reopened, but neither
 /// read nor written. Neither this call nor the descriptor's close waits for the file's disk or server.
-///
-/// # Errors
-/// If there is no descriptor left, or no `/proc`.
 pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 /// Read from `offset` on, with no limit to the wait. Returns the number of bytes.
-///
-/// # Errors
-/// The disk fails, or `out` is not aligned.
 pub fn read_at(fd: impl AsFd, offset: u64, out: &mut [u8]) -> io::Result<usize> {
     Ok(rustix::io::pread(fd, out, offset)?)
 }

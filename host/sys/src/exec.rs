@@ -11,9 +11,6 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 
 /// Set whether this descriptor stays open in the next program.
-///
-/// # Errors
-/// It is not open.
 pub fn keep(number: RawFd, stays: bool) -> io::Result<()> {
     // SAFETY: a flag of a descriptor that may or may not be open; no memory is passed.
     let done = unsafe { libc::fcntl(number, libc::F_SETFD, if stays { 0 } else { libc::FD_CLOEXEC }) };
@@ -21,9 +18,6 @@ pub fn keep(number: RawFd, stays: bool) -> io::Result<()> {
 }
 
 /// Another descriptor of the same file, with a number of this process's own, closed by the next exec.
-///
-/// # Errors
-/// It is not open, or there are too many.
 pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: asks for a new descriptor; no memory is passed.
     let new = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, libc::STDERR_FILENO + 1) };

@@ -7,9 +7,6 @@ use std::ffi::CString;
 use std::io;
 
 /// The number of this group; `None` if there is no group of this name.
-///
-/// # Errors
-/// The name service fails.
 pub fn id(name: &str) -> io::Result<Option<u32>> {
     if let Ok(number) = name.parse() {
         return Ok(Some(number));
@@ -27,9 +24,6 @@ pub fn id(name: &str) -> io::Result<Option<u32>> {
 }
 
 /// The number of this user, likewise.
-///
-/// # Errors
-/// The name service fails.
 pub fn user_id(name: &str) -> io::Result<Option<u32>> {
     if let Ok(number) = name.parse() {
         return Ok(Some(number));

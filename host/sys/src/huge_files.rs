@@ -34,9 +34,6 @@ fn keep_private(dir: &Path) -> io::Result<()> {
 
 /// Make a *door* to this file system: the directory `door` shows it as well, as a mount of its own. The kernel knows
 /// whether a file is open that was opened through it.
-///
-/// # Errors
-/// If this process may not mount.
 pub fn open_door(dir: &Path, door: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().mode(0o700).create(door)?;
     mount_call(c"none", &path(dir)?, door, libc::MS_BIND, None)
@@ -44,9 +41,6 @@ pub fn open_door(dir: &Path, door: &Path) -> io::Result<()> {
 
 /// Remove a door if no process has a file that was opened through it: no descriptor, not even one that only names it
 /// (`O_PATH`), no mapping, none that travels in a socket. Returns whether it is gone, now or before.
-///
-/// # Errors
-/// If this process may not unmount.
 pub fn close_door(door: &Path) -> io::Result<bool> {
     // SAFETY: the argument is a C string that lives for the length of the call, which only reads it.
     if unsafe { libc::umount2(path(door)?.as_ptr(), libc::UMOUNT_NOFOLLOW) } == -1 {
@@ -63,9 +57,6 @@ pub fn close_door(door: &Path) -> io::Result<bool> {
 }
 
 /// Is something mounted at this directory?
-///
-/// # Errors
-/// It is not there.
 pub fn is_mount(dir: &Path) -> io::Result<bool> {
     use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
     let found = statx(CWD, dir, AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT, StatxFlags::BASIC_STATS)?;
@@ -93,9 +84,6 @@ fn mount_call(
 }
 
 /// Allocate the calling thread's pages from this node alone; `None` allows every node.
-///
-/// # Errors
-/// There is no such node, or the kernel has no NUMA.
 pub fn on_node(node: Option<u32>) -> io::Result<()> {
     const MOST: usize = 1024;
     let mut mask = [0u64; MOST / 64];

@@ -55,9 +55,6 @@ impl Presence {
     }
 
     /// What is the page that has the byte at `offset` of the mapping?
-    ///
-    /// # Errors
-    /// If the file is too short, or the kernel refuses.
     pub fn place(&self, offset: usize) -> io::Result<Place> {
         let offset = offset - offset % self.page;
         let addr = Hva(self.map.ptr(offset, self.page) as u64);
@@ -79,10 +76,7 @@ impl Presence {
 
 /// Takes the lock under which this program's processes change the host's numbers of huge pages; it lasts as long as the
 /// file. It is in a file that only root can open: the kernel's own files can be read, and so be locked, by every user.
-/// `None`: the host with this root has no `/run`.
-///
-/// # Errors
-/// Another process of root has it for longer than `within`, or it cannot be opened.
+/// `None`: the host with this root has no `/run`. Fails if another process of root has it for longer than `within`.
 pub fn lock_numbers(root: &Path, within: Duration) -> io::Result<Option<std::fs::File>> {
     use rustix::fs::{FlockOperation, flock};
     use std::os::unix::fs::OpenOptionsExt;

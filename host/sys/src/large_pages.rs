@@ -20,9 +20,6 @@ const LARGE: u64 = 1 << 15 | 1 << 16 | 1 << 22;
 const MADV_COLD: i32 = 20;
 
 /// Is the page that is mapped at this address part of a large one? `None` if there is none, or the kernel does not say.
-///
-/// # Errors
-/// The process is gone.
 pub fn is_large(process: &Remote, page: Hva) -> io::Result<Option<bool>> {
     static FLAGS: OnceLock<Option<File>> = OnceLock::new();
     let Some(flags) = FLAGS.get_or_init(|| File::open("/proc/kpageflags").ok()) else { return Ok(None) };
@@ -39,9 +36,6 @@ pub fn is_large(process: &Remote, page: Hva) -> io::Result<Option<bool>> {
 ///
 /// No call is made for this. But `MADV_COLD` of a part of a large page splits it first (Linux 5.14 to 7.3; read in
 /// `madvise_cold_or_pageout_pte_range`), and then only tells the kernel that the part is cold.
-///
-/// # Errors
-/// The call is not permitted, or the process is gone.
 pub fn split(process: &Remote, page: Hva) -> io::Result<()> {
     let range = libc::iovec { iov_base: page.0 as *mut libc::c_void, iov_len: PAGE_SIZE };
     // SAFETY: `range` is alive and is only read; the address in it is the other process's, where this advice changes

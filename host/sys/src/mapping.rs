@@ -50,10 +50,7 @@ impl Mapping {
     }
 
     /// Map pieces of files one after the other, as [`Self::shared`] maps one: files, offsets and lengths, whole pages
-    /// of their files.
-    ///
-    /// # Errors
-    /// There is no piece, or the kernel refuses one; then nothing is mapped.
+    /// of their files. If one fails, nothing is mapped.
     pub fn shared_pieces<F: AsFd>(pieces: &[(F, u64, usize)]) -> io::Result<Self> {
         if let [(file, offset, len)] = pieces {
             return Self::shared(file, *offset, *len);

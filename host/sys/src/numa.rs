@@ -75,9 +75,6 @@ fn call(pid: u32, pages: &[u64], nodes: Option<&[i32]>) -> io::Result<Option<Vec
 }
 
 /// Returns where these pages are; `None` if the process is gone.
-///
-/// # Errors
-/// This user may not ask about the process, or the kernel has no NUMA.
 pub fn locate(pid: u32, pages: &[u64]) -> io::Result<Option<Vec<Place>>> {
     let mut found = Vec::with_capacity(pages.len());
     for part in pages.chunks(MOST_PAGES) {

@@ -43,9 +43,6 @@ pub struct PageTables {
 
 impl PageTables {
     /// Those of the process that has this number now.
-    ///
-    /// # Errors
-    /// There is none, or the caller may not look into it.
     pub fn open(pid: u32) -> io::Result<Self> {
         let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
         let scans = scan(&pagemap, (0, PAGE_SIZE as u64), WITH_MEMORY, |_, _, _| ()).is_ok();
@@ -53,9 +50,6 @@ impl PageTables {
     }
 
     /// Call `each` with the runs in a range. A process that is gone has none.
-    ///
-    /// # Errors
-    /// The kernel could not tell.
     pub fn runs(&self, start: Hva, len: u64, mut each: impl FnMut(Entries)) -> io::Result<()> {
         if !self.scans {
             return self.runs_by_entries(start, len, each);

@@ -17,9 +17,6 @@ pub struct Credentials {
 }
 
 /// The credentials of the process that connected (`SO_PEERCRED`).
-///
-/// # Errors
-/// It is no Unix socket.
 pub fn credentials(socket: impl AsFd) -> io::Result<Credentials> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;

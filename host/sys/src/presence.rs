@@ -29,9 +29,6 @@ fn control(file: impl AsFd, command: libc::c_int, lock: &mut libc::flock) -> io:
 }
 
 /// From now on this opening of the file announces `name`, in every process that has a descriptor of it.
-///
-/// # Errors
-/// The file has no locks, or is not open for reading.
 pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
@@ -56,9 +53,6 @@ pub fn announce_within(file: impl AsFd, name: u64, at_most: Duration) -> io::Res
 
 /// Take this name exclusively, until this opening announces it again. Returns false if another opening announces it.
 /// The file must be open for writing.
-///
-/// # Errors
-/// The file has no locks.
 pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
     match control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_WRLCK)) {
         Ok(()) => Ok(true),
@@ -68,9 +62,6 @@ pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
 }
 
 /// Does any other opening of the file announce `name`?
-///
-/// # Errors
-/// The file has no locks.
 pub fn is_present(file: impl AsFd, name: u64) -> io::Result<bool> {
     // If a lock on all of the byte would be granted, no other process has one.
     let mut lock = lock_of(name, libc::F_WRLCK);

@@ -19,9 +19,6 @@ pub struct Process {
 
 impl Process {
     /// The process that has this pid now; `None` if there is none.
-    ///
-    /// # Errors
-    /// The kernel could not tell.
     pub fn find(pid: u32) -> io::Result<Option<Self>> {
         let Some(stat) = read_stat(&format!("/proc/{pid}/stat"))? else { return Ok(None) };
         let start = field(&stat, 19).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
@@ -29,9 +26,6 @@ impl Process {
     }
 
     /// This process.
-    ///
-    /// # Errors
-    /// The kernel could not tell.
     pub fn this() -> io::Result<Self> {
         Self::find(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
@@ -69,17 +63,11 @@ impl Thread {
     }
 
     /// Is it gone, or has it left its last system call?
-    ///
-    /// # Errors
-    /// The kernel could not tell.
     pub fn is_over(self) -> io::Result<bool> {
         is_over(&self.stat())
     }
 
     /// Is it in an uninterruptible sleep (`D`), or gone? If it is killed meanwhile, it does nothing after that sleep.
-    ///
-    /// # Errors
-    /// The kernel could not tell.
     pub fn sleeps(self) -> io::Result<bool> {
         let stat = read_stat(&self.stat())?;
         Ok(stat.is_none_or(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D'))))

@@ -66,9 +66,6 @@ impl Remote {
     /// Where the file holds the unit as one huge page already, only the page table changes. Otherwise the kernel copies
     /// its pages into a huge page first, which takes milliseconds; touches wait meanwhile. A hole in a range registered
     /// for missing faults is refused from Linux 6.4 on; anywhere else it is filled with zeros.
-    ///
-    /// # Errors
-    /// The call is not permitted or not known to this kernel.
     pub fn collapse(&self, start: Hva, len: u64) -> io::Result<Collapsed> {
         // Some kernels do nothing for a part of a unit, and report success (7.3).
         if !is_unit_aligned(start) || !len.is_multiple_of(HUGE_SIZE as u64) {

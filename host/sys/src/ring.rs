@@ -152,9 +152,6 @@ impl Ring {
 
     /// A ring for up to `transfers` transfers at once, 32 at most, for any thread, and several after each other. The
     /// kernel posts the end of a transfer in the thread that submitted it, when that waits or leaves the kernel.
-    ///
-    /// # Errors
-    /// As above.
     pub fn for_any_thread(transfers: usize) -> io::Result<Self> {
         // From the entries of its first ring the kernel concludes how many threads may do what a thread's rings cannot
         // do at once. They fit in the pages of one entry.
@@ -168,9 +165,6 @@ impl Ring {
     }
 
     /// To wait with while another thread has the ring. Only of a ring for any thread.
-    ///
-    /// # Errors
-    /// There are no descriptors.
     pub fn watch(&self) -> io::Result<RingWatch> {
         self.fd().try_clone_to_owned().map(RingWatch)
     }

@@ -79,9 +79,6 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
 }
 
 /// The same, or fail with `WouldBlock` at once if there is no message.
-///
-/// # Errors
-/// As [`receive`].
 pub fn try_receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     whole(receive_any(socket, RecvFlags::DONTWAIT)?)
 }

@@ -22,9 +22,6 @@ pub struct Child {
 
 impl Child {
     /// Start the program of this file, by this name, with these arguments, and `stdin` as its standard input.
-    ///
-    /// # Errors
-    /// The errors of `fork` and of the `exec`; there is no descriptor left.
     pub fn start(file: &Path, name: &Path, args: &[&str], stdin: BorrowedFd<'_>) -> io::Result<Self> {
         let mut child =
             Command::new(file).arg0(name.as_os_str()).args(args).stdin(stdin.try_clone_to_owned()?).spawn()?;
@@ -44,9 +41,6 @@ impl Child {
     }
 
     /// A child of this process that was started before an exec, by its pid and pidfd.
-    ///
-    /// # Errors
-    /// The number is no pid.
     pub fn known(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the number is no pid"))?;
@@ -64,9 +58,6 @@ impl Child {
     }
 
     /// Reap it, if it is dead and not reaped yet.
-    ///
-    /// # Errors
-    /// It was reaped already.
     pub fn try_wait(&self) -> io::Result<Option<ExitStatus>> {
         let ended = rustix::process::waitpid(Some(self.pid), WaitOptions::NOHANG)?;
         Ok(ended.map(|(_, status)| ExitStatus::from_raw(status.as_raw())))

@@ -31,7 +31,6 @@ pub enum Edit {
     Append(String),
 }
 
-/// The changes to a command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// They may be made in any order: indexes are those of the words as given.
@@ -138,7 +137,6 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     Ok(plan)
 }
 
-/// The flags that are missing.
 struct Wanted {
     object: String,
     machine: String,
@@ -203,7 +201,6 @@ fn is_image(device: &Opt) -> bool {
     device.head == "nvdimm" || device.head.starts_with("virtio-pmem")
 }
 
-/// Can this backend be managed?
 fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(), Invalid> {
     let id = object.get("id").unwrap_or_default();
     let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head).into());

@@ -17,10 +17,6 @@ pub struct Ends {
 }
 
 impl Ends {
-    /// Make a socket.
-    ///
-    /// # Errors
-    /// The kernel cannot make one.
     pub fn new() -> io::Result<Self> {
         let (library, qemu) = UnixStream::pair()?;
         let ends = Self { library: library.into(), qemu: qemu.into() };

@@ -31,9 +31,6 @@ pub enum Reporting {
 }
 
 /// Decides for a QEMU command line (without the program).
-///
-/// # Errors
-/// A balloon is wanted, and there is no place for one, or it would harm.
 pub fn reporting(
     wanted: bool,
     program: &str,

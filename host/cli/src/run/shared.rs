@@ -25,9 +25,6 @@ pub(super) fn is_shared(object: &Opt) -> bool {
 
 /// The shared form of this backend, the index of its word, and a note for the operator; `None` if it is shared, or of a
 /// kind that has no such form. With `huge` it is a memfd of huge pages of this size.
-///
-/// # Errors
-/// It is in a configuration file, whose words cannot be changed.
 pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usize, String)>, Invalid> {
     // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
     let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
@@ -53,7 +50,6 @@ pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usi
     Ok(Some((Opt::of("object", index, text), index, note)))
 }
 
-/// The text of its shared form.
 fn written(object: &Opt, huge: Option<Bytes>) -> String {
     let becomes_memfd = object.head == "memory-backend-ram";
     let names_stream = becomes_memfd && object.get(STREAM_NAME).is_none();

@@ -8,7 +8,6 @@ use ballast_base::pool::Pages;
 
 use super::options::Opt;
 
-/// Can memory of the pool in these pages be mapped in the place of this backend?
 pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), Invalid> {
     let is_of = |size| is_size(size, pages);
     let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").map_or(pages != Pages::Gib, is_of);

@@ -23,7 +23,6 @@ const DISTANCE: u32 = 20;
 /// Names of the tiers, with latency in nanoseconds and bandwidth.
 const SPEED: [(&str, u32, &str); 2] = [("fast", 69, "80G"), ("slow", 177, "20G")];
 
-/// A tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tier {
     size: Bytes,
@@ -75,7 +74,6 @@ impl Tiers {
         Bytes(self.0.iter().map(|tier| tier.size.0).sum())
     }
 
-    /// The changes to QEMU's command line.
     pub fn edits(self, words: &[String]) -> Result<Vec<Edit>, Invalid> {
         let options = options(words)?;
         if let Some(option) = options.iter().find(|option| option.name == "numa" || option.name == "mem-path") {
@@ -130,7 +128,6 @@ impl Tiers {
     }
 }
 
-/// How many CPUs the guest can have.
 fn cpus(options: &[Opt]) -> Result<u64, Invalid> {
     let Some(smp) = options.iter().rev().find(|option| option.name == "smp") else { return Ok(1) };
     let number = |text: &str| -> Result<u64, Invalid> {

@@ -9,19 +9,14 @@ use anyhow::Result;
 use ballast_api::{Client, DecisionRecord, History, HostStat, VmStat};
 use serde::Serialize;
 
-/// One sample of everything.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Look {
-    /// When it was taken.
     pub at_unix_ms: u64,
-    /// The host.
     pub host: HostStat,
-    /// Its VMs.
     pub vms: Vec<VmStat>,
 }
 
 impl Look {
-    /// Take one now.
     pub fn take(client: &Client) -> Result<Self> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         Ok(Self { at_unix_ms: now, host: client.host()?, vms: client.vms()? })
@@ -38,14 +33,12 @@ pub struct Past {
 }
 
 impl Past {
-    /// Ask for it.
     pub fn take(client: &Client) -> Result<Self> {
         let vms = client.vm_histories(10)?.into_iter().map(|vm| (vm.name, vm.history)).collect();
         Ok(Self { host: client.host_history(60)?, vms })
     }
 }
 
-/// More about one VM.
 #[derive(Debug, Default)]
 pub struct More {
     /// Its last hour.

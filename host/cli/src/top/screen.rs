@@ -79,7 +79,6 @@ pub struct Screen {
     pub pane: Pane,
     /// Words that a VM's name, state or reason must have.
     pub search: String,
-    /// The name of the VM that is selected.
     pub selected: Option<String>,
     /// Why figures are old.
     pub error: Option<String>,
@@ -103,7 +102,6 @@ impl Screen {
         vms
     }
 
-    /// The VM that is selected, if it is there.
     pub fn vm(&self) -> Option<&VmStat> {
         let name = self.selected.as_ref()?;
         self.look.vms.iter().find(|vm| vm.name == *name)
@@ -117,7 +115,6 @@ impl Screen {
         self.selected = names.get(next).or(names.last()).cloned();
     }
 
-    /// Handle a key.
     pub fn key(&mut self, key: KeyEvent) -> Asked {
         if key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL) {
             return Asked::End;

@@ -105,7 +105,6 @@ pub(super) fn patch(host: &Host, governor: &Governor, vm: &AdoptedVm, patch: &Vm
     stat(vm, &host.adopted, &Swap::now()).ok_or(ChangeError::NotFound)
 }
 
-/// Adopt what the request names.
 pub(super) fn adopt(host: &Host, request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
     let (adopted, taken) = (&host.adopted, worker::taken(host));
     let AdoptRequest { pid, vm, name } = request;

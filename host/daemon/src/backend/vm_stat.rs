@@ -139,7 +139,6 @@ pub(super) fn stat(served: &Served) -> VmStat {
     }
 }
 
-/// Bytes of a number of pages that a guest reported.
 fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_SIZE as u64)
 }
@@ -194,7 +193,6 @@ fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> 
     })
 }
 
-/// The agent's state of tiering.
 fn tiering(said: told::Tiering) -> Option<TieringStat> {
     let state = match said.state {
         told::TieringState::Off => return None,

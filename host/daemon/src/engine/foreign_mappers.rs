@@ -27,7 +27,6 @@ use super::host::Host;
 use super::huge_pages::HugePages;
 use super::served::Served;
 
-/// Time between scans.
 const EVERY: Duration = Duration::from_secs(5);
 /// The scan rests for this many times the duration of the last one, at most [`LONGEST_REST`], so that VMs that come in
 /// a row share scans.
@@ -106,7 +105,6 @@ impl Scanner {
     }
 }
 
-/// The report about processes that could not be examined.
 fn unreadable_text(processes: &[Process]) -> String {
     let names: Vec<String> = processes.iter().map(|process| mappers::name(*process)).collect();
     format!(

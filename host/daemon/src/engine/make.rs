@@ -28,7 +28,6 @@ use crate::config::Spill;
 const MAKE_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Engine {
-    /// Makes a file store and reports it.
     pub(super) fn make_file_store(self: &Arc<Self>, seq: u64) -> anyhow::Result<()> {
         let engine = self.clone();
         let body = move || {

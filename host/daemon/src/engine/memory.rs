@@ -30,7 +30,6 @@ use super::shared::{Engine, Unlists, mend};
 use super::unopened::may_pass;
 use super::workers::Workers;
 
-/// Begins to wait for losses.
 pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_seen: OwnedFd) -> io::Result<()> {
     let (engine, workers) = (engine.clone(), workers.clone());
     std::thread::Builder::new().name("memory".into()).spawn(move || {

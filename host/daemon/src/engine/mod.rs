@@ -198,7 +198,6 @@ fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
     }
 }
 
-/// The thread that takes orders.
 struct Orders {
     engine: Arc<Engine>,
     workers: Arc<Mutex<Workers>>,
@@ -210,10 +209,8 @@ struct Orders {
     rests: Arc<Mutex<u64>>,
 }
 
-/// Why no more orders are taken.
 #[derive(PartialEq, Eq)]
 enum End {
-    /// The keeper is gone.
     Orphaned,
     /// Another engine serves all VMs.
     Followed,
@@ -323,7 +320,6 @@ impl Orders {
         Ok(())
     }
 
-    /// The number of an order to rest or to resume.
     fn begin_rest(&self) -> u64 {
         let mut last = self.rests.lock().unwrap_or_else(PoisonError::into_inner);
         *last += 1;

@@ -29,11 +29,9 @@ pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamF
 }
 
 pub(super) struct Files {
-    /// The arena of the RAM store.
     pub arena: OwnedFd,
     /// The VM's own opening of its group's arena.
     pub group: Option<OwnedFd>,
-    /// File and index of the file store.
     pub file: Option<[OwnedFd; 2]>,
 }
 

@@ -63,7 +63,6 @@ enum State {
 }
 
 impl PoolService {
-    /// Begins to open the pool.
     pub fn start(place: Pooling, events: Arc<Events>) -> io::Result<Arc<Self>> {
         let service = Self::new(place);
         let worker = service.clone();
@@ -252,7 +251,6 @@ impl PoolService {
         stat
     }
 
-    /// Reserve more of the host.
     pub fn reserve(&self, request: &PoolRequest) -> anyhow::Result<PoolStat> {
         let want = match (request.bytes, request.percent) {
             (Some(bytes), None) => Want::Bytes(Bytes(bytes)),
@@ -268,7 +266,6 @@ impl PoolService {
         })
     }
 
-    /// Lend, or take back.
     pub fn lend(&self, request: &LendRequest) -> anyhow::Result<PoolStat> {
         let most = Bytes(request.bytes);
         self.change(request.pages, |reserve| {
@@ -304,7 +301,6 @@ impl PoolService {
         }
     }
 
-    /// Whether this is one of its files.
     pub fn has(&self, file: FileId) -> bool {
         pool_parts::has(&self.place.dir, file)
     }

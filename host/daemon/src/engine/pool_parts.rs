@@ -32,7 +32,6 @@ pub(super) struct Jobs {
 }
 
 impl Parts {
-    /// The directory of the part with these pages.
     pub fn dir(pool: &Path, page: Page) -> PathBuf {
         match page {
             Page::Huge => pool.into(),
@@ -69,10 +68,6 @@ impl Parts {
         self.0.iter().find_map(|(_, part)| part.as_ref().err().map(ToString::to_string))
     }
 
-    /// The part with these pages.
-    ///
-    /// # Errors
-    /// It cannot be used.
     pub fn of(&mut self, page: Page) -> Result<&mut Reserve, Invalid> {
         self.0[page as usize].1.as_mut().map_err(|why| why.clone())
     }
@@ -127,7 +122,6 @@ impl Jobs {
         self.jobs.is_empty()
     }
 
-    /// The next one, and its pages.
     pub fn next(&mut self) -> Option<(Page, Job)> {
         self.jobs.pop_front()
     }

@@ -38,7 +38,6 @@ const TIDY_EVERY: Duration = Duration::from_millis(100);
 /// The stores of this engine's VMs, with the VMs' names.
 type Stores = Arc<Mutex<Vec<(String, Weak<RemoteStore>)>>>;
 
-/// A message to the thread.
 enum Told {
     /// This VM is gone for good.
     Ended(VmId),
@@ -157,7 +156,6 @@ impl Remote {
         }
     }
 
-    /// Known problems of the cluster.
     pub fn findings(&self) -> Vec<Finding> {
         lock(&self.findings).clone()
     }
@@ -197,14 +195,12 @@ impl Kept for ItsCluster {
     }
 }
 
-/// Makes the key of a VM, and stores it in its state file.
 fn make_key(state: &StateFile) -> std::io::Result<Seal> {
     let (since, key) = (ballast_remote::tick_now(), seal::new_key()?);
     state.keep_secret(since, &key);
     Ok(Seal::with(since, &key))
 }
 
-/// The existing stores.
 fn all(stores: &Stores) -> Vec<(String, Arc<RemoteStore>)> {
     let mut stores = lock(stores);
     stores.retain(|(_, store)| store.strong_count() > 0);

@@ -34,7 +34,6 @@ pub struct Served {
     pub group: Option<Arc<GroupMember>>,
     /// Its file store, once it is open.
     pub file: late::File,
-    /// The VMM program.
     pub vmm: String,
     /// Work beside its orders and workers.
     pub jobs: Jobs,
@@ -44,7 +43,6 @@ pub struct Served {
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    /// Number of threads that restore all of its pages.
     restoring: Arc<AtomicUsize>,
     /// Scans for foreign mappers that were requested: the hold ends with a scan that began after the last request.
     scans_requested: Mutex<u64>,
@@ -67,7 +65,6 @@ impl Drop for Counted {
 }
 
 impl Served {
-    /// A VM without processes.
     pub fn new(
         vm: Arc<Vm>,
         store: Arc<RamStore>,
@@ -151,7 +148,6 @@ impl Served {
         self.vm.hold(Hold::Unchecked, Some(VmStat::UNCHECKED.into()));
     }
 
-    /// Number of scans requested so far.
     pub fn asked(&self) -> u64 {
         *self.scans_requested()
     }

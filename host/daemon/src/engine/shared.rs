@@ -73,13 +73,9 @@ pub(super) struct Engine {
     pub host: Arc<Host>,
     pub governor: Arc<Governor>,
     pub events: Arc<Events>,
-    /// Requests a scan for foreign mappers of a VM.
     pub mapper_scan: mpsc::Sender<Arc<Served>>,
-    /// VMs that are being closed.
     pub closing: Mutex<HashMap<VmId, Closing>>,
-    /// File stores that are being made.
     pub overdue: Overdue,
-    /// VMs that could not be opened, and why.
     pub unopened: Mutex<HashMap<VmId, Unopened>>,
     /// VMs that another engine serves, too, and that this one has closed: the keeper records it, unless it dies before
     /// it reads the report.
@@ -116,7 +112,6 @@ impl Engine {
         self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).map(|why| why.text.clone())
     }
 
-    /// Why this VM could not be opened; forgets it.
     pub fn forget_unopened(&self, vm: VmId) -> Option<Unopened> {
         self.unopened.lock().unwrap_or_else(PoisonError::into_inner).remove(&vm)
     }

@@ -32,7 +32,6 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     std::thread::Builder::new().name("stuck".into()).spawn(body).map(drop)
 }
 
-/// The state of a VM at the last check.
 #[derive(Default)]
 struct Seen {
     /// Threads that slept at the last check: CPU time, and since when that has not changed.

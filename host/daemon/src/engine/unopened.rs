@@ -10,10 +10,8 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// Why a VM could not be opened.
 pub(super) struct Unopened {
     pub text: String,
-    /// Another try may succeed.
     pub may_pass: bool,
 }
 

@@ -13,7 +13,6 @@ use super::governor::operator;
 use super::host::Host;
 use crate::rules::{self, Identity, NAMES, Settled, Sources, Wanted};
 
-/// The identity of a VM, for rules.
 pub fn identity(state: &StateFile) -> Identity {
     let (uid, pid) = state.owner().map_or((None, None), |(uid, pid)| (Some(uid), Some(pid)));
     let cgroups = pid.map(cgroup::paths).unwrap_or_default();

@@ -39,7 +39,6 @@ use super::{views, vm_settings};
 use crate::config::Compression;
 use crate::tiering::Tiering;
 
-/// The content of an order to open a VM.
 struct Opening {
     vmm: String,
     pinned: Option<String>,
@@ -431,7 +430,6 @@ impl Engine {
         served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why)))
     }
 
-    /// Ends all work for a VM.
     fn stop_vm(&self, id: VmId) -> Option<Arc<Served>> {
         let stopped = {
             let mut vms = self.host.vms.write().expect("no panic while held");

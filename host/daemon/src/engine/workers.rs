@@ -33,7 +33,6 @@ pub struct Workers {
     is_serving: Arc<AtomicBool>,
 }
 
-/// The orders about one VM.
 #[derive(Debug)]
 struct Worker {
     orders: Arc<Mutex<Orders>>,
@@ -45,7 +44,6 @@ struct Worker {
 #[derive(Default)]
 struct Orders {
     waiting: VecDeque<Work>,
-    /// No more work is given to it.
     is_closed: bool,
 }
 
@@ -195,7 +193,6 @@ impl Jobs {
         Ok(())
     }
 
-    /// Whether the thread that was started last has begun.
     #[cfg(test)]
     pub fn has_begun(&self) -> bool {
         !self.0.lock().unwrap_or_else(PoisonError::into_inner).threads.is_empty()

@@ -274,7 +274,6 @@ impl Engine {
         self.reachable(regions, &[], &served.pids()).1.is_some()
     }
 
-    /// Whether a process has RAM of this VM.
     pub(super) fn is_held(&self, served: &Served) -> bool {
         self.holder(&served.vm.regions(), &served.pids(), &[]).is_some()
     }

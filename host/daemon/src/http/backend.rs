@@ -13,8 +13,7 @@ use ballast_api::{
 use ballast_policy::{Kind, Plan, Snapshot};
 use tokio::sync::watch;
 
-/// The backend of the API. Calls may block briefly; a panic in one becomes a 500 and nothing else. What a backend of
-/// tests lacks has a default.
+/// The backend of the API. Calls may block briefly; a panic in one becomes a 500 and nothing else.
 pub trait Backend: Send + Sync + 'static {
     /// All VMs, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;

@@ -14,7 +14,6 @@ use tokio::sync::watch;
 #[derive(Clone, Debug)]
 pub struct Gate {
     open: Arc<watch::Sender<bool>>,
-    /// Number of connections inside.
     inside: Arc<AtomicUsize>,
 }
 
@@ -65,7 +64,6 @@ impl Gate {
         let _ = self.open.subscribe().wait_for(|open| !*open).await;
     }
 
-    /// Counts a connection as inside.
     pub(super) fn enter(&self) -> Inside {
         self.inside.fetch_add(1, Ordering::AcqRel);
         Inside { open: self.open.subscribe(), counted: self.inside.clone() }

@@ -57,7 +57,6 @@ async fn events(State(connection): State<Connection>, uri: Uri) -> Answer {
     json(&ask(&connection, answer).await?)
 }
 
-/// The state of a stream of events.
 struct Follower {
     connection: Connection,
     watch: watch::Receiver<u64>,

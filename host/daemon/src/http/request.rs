@@ -40,7 +40,6 @@ pub(super) struct Connection {
     pub(super) readers: Arc<Semaphore>,
 }
 
-/// A refusal that is sent to the peer.
 pub(super) struct Refusal(pub(super) Problem);
 
 impl IntoResponse for Refusal {
@@ -85,7 +84,6 @@ pub(super) async fn ask_vm<T: Serialize + Send + 'static>(
     }
 }
 
-/// The last part of the path.
 pub(super) struct Named(pub(super) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for Named {

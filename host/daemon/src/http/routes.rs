@@ -51,7 +51,6 @@ pub(super) fn router() -> Router<Connection> {
     Router::from(routes()).fallback(not_found).method_not_allowed_fallback(wrong_method)
 }
 
-/// The routes for one connection.
 pub(super) fn of_connection(router: Router<Connection>, state: Connection) -> Router {
     router.layer(middleware::from_fn_with_state(state.clone(), check_access)).with_state(state)
 }

@@ -83,9 +83,6 @@ impl StateFile {
     }
 
     /// Maps a region's table.
-    ///
-    /// # Errors
-    /// The kernel refuses.
     pub fn map_table(&self, record: &RegionRecord, lost: Lost) -> io::Result<Surviving> {
         let (offset, len) = (record.table_offset, table_len(record.pages()) as usize);
         let flags = (flags_len(record.pages()) as usize, Fill::Pattern(lost.flags));

@@ -13,7 +13,6 @@ use serde::{Deserialize, Serialize};
 
 pub const FILE: &str = "adopted.json";
 
-/// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Kept {

@@ -37,7 +37,6 @@ const USUAL_RESTORE_US: f64 = 8.0;
 #[derive(Debug)]
 pub struct AdoptedVms {
     file: PathBuf,
-    /// VMs are adopted as they start.
     all: bool,
     list: RwLock<Vec<Arc<AdoptedVm>>>,
     released: Mutex<Vec<KeptProcess>>,
@@ -119,7 +118,6 @@ impl AdoptedVms {
         self.works.store(false, Ordering::Release);
     }
 
-    /// Whether this engine works for the VMs.
     pub fn works(&self) -> bool {
         self.works.load(Ordering::Acquire)
     }
@@ -146,10 +144,6 @@ impl AdoptedVms {
         }
     }
 
-    /// Adopt the VMM with this pid, under this name or its own.
-    ///
-    /// # Errors
-    /// The reason, in words.
     pub fn adopt(&self, pid: u32, name: Option<&str>, taken: &Taken) -> anyhow::Result<Arc<AdoptedVm>> {
         let of_pid = |why: Refusal| anyhow!("process {pid}: {why}");
         if taken.pids.contains(&pid) {

@@ -26,7 +26,6 @@ pub struct Waits {
 /// Sums of refaults, as policies read them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refaults {
-    /// Pages times milliseconds.
     pub page_ms: u64,
     /// Sum of the inverse intervals, in 1/1000 Hz.
     pub milli_hz: u64,
@@ -57,7 +56,6 @@ impl Waits {
         (self.at, self.total_us, self.restored) = (now, total_us.max(self.total_us), restored.max(self.restored));
     }
 
-    /// The stall in the form of PSI.
     pub fn psi(&self) -> Psi {
         let Averages { avg10, avg60, avg300 } = self.averages;
         Psi { avg10, avg60, avg300, total_us: self.total_us }

@@ -43,7 +43,6 @@ const IDLE_STEPS: u32 = 4;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Terms {
     pub name: String,
-    /// The operator's limit.
     pub limit: Option<Bytes>,
     /// The limit of the last plan.
     pub target: Option<Bytes>,
@@ -51,7 +50,6 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// The lower of both limits.
     pub fn effective_limit(&self) -> Option<Bytes> {
         self.limit.into_iter().chain(self.target).min()
     }
@@ -161,7 +159,6 @@ impl AdoptedVm {
         Ok(Figures { memory, restored_pages, stall: waits.psi(), stall_source, refaults: waits.refaults() })
     }
 
-    /// When the next work is due, if ever.
     pub fn due(&self) -> Option<Instant> {
         let has_limit = locked(&self.terms).effective_limit().is_some();
         has_limit.then(|| locked(&self.pace).due.unwrap_or(self.since))
@@ -244,7 +241,6 @@ impl AdoptedVm {
         Ok(Outcome::Blocked(self.vm.pinned().unwrap_or_else(stays)))
     }
 
-    /// Changes the reason in its status.
     fn say(&self, why: Option<String>, events: &Events) {
         let before = std::mem::replace(&mut *locked(&self.blocked), why.clone());
         let name = self.name();
@@ -256,14 +252,11 @@ impl AdoptedVm {
     }
 }
 
-/// The result of a step.
 enum Outcome {
     /// It is below its limit, with this much resident.
     Below(u64),
-    /// Some memory was reclaimed.
     Went,
     /// Nothing was reclaimed this time.
     Again,
-    /// Nothing can be reclaimed.
     Blocked(String),
 }

@@ -47,7 +47,6 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Processes and names of VMs that attached.
 pub fn taken(host: &Host) -> Taken {
     let mut taken = Taken::default();
     for served in host.all() {

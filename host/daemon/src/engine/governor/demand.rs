@@ -46,7 +46,6 @@ struct Division {
 
 /// A VM on demand, in addition to its sample.
 struct Part {
-    /// Memory that it has on demand.
     touched_bytes: u64,
     /// Its other memory.
     elsewhere_bytes: u64,
@@ -54,7 +53,6 @@ struct Part {
     first_touches: u64,
 }
 
-/// A node's VMs on demand.
 #[derive(Default)]
 struct Parts {
     /// VMs of this node alone, by id.
@@ -80,7 +78,6 @@ impl Parts {
 }
 
 impl Divisions {
-    /// Whether anything is divided now.
     pub fn divides(&self) -> bool {
         self.0.values().any(|division| division.divides)
     }
@@ -217,7 +214,6 @@ impl Ours {
         self.0.values().sum()
     }
 
-    /// Its node, if it has only one.
     pub fn node(&self) -> Option<u32> {
         self.0.keys().next().copied().filter(|_| self.0.len() == 1)
     }

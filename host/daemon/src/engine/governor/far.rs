@@ -24,7 +24,6 @@ use crate::engine::served::Served;
 /// A VM keeps 1/KEEPS of its memory, so that it can run.
 const KEEPS: u64 = 8;
 
-/// A VM's part in one kind of store.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     /// How much of its memory on demand can be there; 0 without such memory, or if the store refuses pages now.

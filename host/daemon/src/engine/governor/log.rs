@@ -10,7 +10,6 @@ use std::mem::discriminant;
 use ballast_api::DecisionRecord;
 use ballast_policy::{Action, Decision, Plan, Reason, Snapshot, VmSample};
 
-/// Most records of a VM.
 const MOST: usize = 64;
 
 /// The records, by VM id, oldest first.

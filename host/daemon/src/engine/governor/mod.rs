@@ -48,7 +48,6 @@ pub struct Governor {
     /// The last value of [`Inner::decides`], readable without the lock: a tick may wait for the kernel's figures of a
     /// VM.
     decides: AtomicBool,
-    /// Requests a scan for foreign mappers of a VM.
     mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
     keep: Box<dyn Fn(Setup) + Send + Sync>,
@@ -61,7 +60,6 @@ struct Inner {
     sampler: Sampler,
     log: Log,
     lease: Option<Lease>,
-    /// The last tick's snapshot.
     last: Option<Snapshot>,
     /// When the next tick is due; `None` while the policy is `none` and there is no lease.
     due_ms: Option<u64>,
@@ -70,7 +68,6 @@ struct Inner {
     overcommitted: bool,
     /// Another engine has, or will soon have, some of the VMs.
     rests: bool,
-    /// The pool's memory on demand.
     divisions: Divisions,
     ticks: u64,
     changed: u64,
@@ -116,7 +113,6 @@ impl Inner {
 }
 
 impl Governor {
-    /// A governor that does not run yet.
     pub fn new(setup: Setup, keep: impl Fn(Setup) + Send + Sync + 'static) -> Self {
         let inner = Inner {
             setup,
@@ -180,7 +176,6 @@ impl Governor {
         }
     }
 
-    /// Requests a tick at once.
     fn notify(&self, inner: &mut Inner) {
         inner.due_ms = Some(0);
         self.decides.store(inner.decides(), Ordering::Release);
@@ -203,7 +198,6 @@ impl Governor {
         self.lock().rests = true;
     }
 
-    /// Whether it decides nothing because VMs move.
     pub fn is_resting(&self) -> bool {
         self.lock().rests
     }

@@ -22,7 +22,6 @@ pub fn write(settings: &Settings) -> [u64; SETTINGS] {
     [class, settings.reservation_bytes, settings.protect_bytes, shares, settings.headroom_percent.into()]
 }
 
-/// The settings in these words.
 pub fn read([class, reservation_bytes, protect_bytes, shares, headroom]: [u64; SETTINGS]) -> Settings {
     Settings {
         class: match class {

@@ -18,7 +18,6 @@ use crate::engine::host::Host;
 use crate::engine::served::Served;
 
 const LEASES_MS: std::ops::RangeInclusive<u64> = 100..=600_000;
-/// Longest name of a deciding program.
 const MAX_NAME: usize = 64;
 
 impl Governor {
@@ -240,7 +239,6 @@ pub struct Brief {
     /// The host's state, while a policy or a program decides.
     pub state: Option<HostState>,
     pub exhaustion_ms: Option<u64>,
-    /// DRAM for all guests.
     pub budget_bytes: u64,
     /// The part of it that is not reserved.
     pub schedulable_bytes: u64,

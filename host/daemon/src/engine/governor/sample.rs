@@ -26,7 +26,6 @@ const MOST_FREE: u64 = GIB;
 /// The highest compression ratio that is assumed for far memory before one is measured.
 const BEST_RATIO: f64 = 8.0;
 
-/// The last sample, for rates.
 #[derive(Debug, Default)]
 pub struct Sampler {
     at_ms: u64,
@@ -53,7 +52,6 @@ impl Memory {
         Some(Self { total: bytes("MemTotal")?, available: bytes("MemAvailable")? })
     }
 
-    /// Memory that must stay free.
     fn min_free(self) -> u64 {
         (self.total / FREE_PART).min(MOST_FREE)
     }

@@ -31,7 +31,6 @@ const CLOSED_WITHIN: Duration = Duration::from_millis(300);
 /// How long a VMM may take to send its request.
 const ASKS_WITHIN: Duration = Duration::from_secs(5);
 
-/// Memory that is being sent to a VMM.
 #[derive(Debug)]
 pub(super) struct Handed<'a> {
     pub(super) grant: Grant,
@@ -67,7 +66,6 @@ impl PoolService {
         Ok(())
     }
 
-    /// Answers one VMM on its own thread.
     fn serve(self: &Arc<Self>, client: OwnedFd) {
         let service = self.clone();
         let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {

@@ -53,7 +53,6 @@ impl Demand {
         let _ = self.links.set(links);
     }
 
-    /// See [`Links::far`].
     pub fn far(&self) -> Far {
         let links = self.links.get().filter(|_| !self.is_none.load(Ordering::Relaxed));
         links.map_or_else(Far::default, |links| (links.far)())
@@ -73,7 +72,6 @@ impl Demand {
         self.lock().clone()
     }
 
-    /// The files of VMs on demand.
     pub fn files(&self) -> Arc<Promised> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -43,7 +43,6 @@ fn of_host_tiers(vm: &VmStat, samples: impl Fn(&HostTierStat) -> Vec<Sample>) ->
     vm.host_tiers.iter().flat_map(samples).collect()
 }
 
-/// Upper bounds of the ages, in seconds.
 const AGES: [u64; 5] = [1, 10, 60, 600, 3600];
 
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
