@@ -9,11 +9,12 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::advise;
+use ballast_sys::lock::Lock;
 use ballast_sys::page_tables::PageTables;
 use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -96,10 +97,6 @@ impl Adopted {
         if adopted.has_ended() { Err(Refusal::NoProcess) } else { Ok(adopted) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A descriptor that is readable when its process has ended.
     pub fn pidfd(&self) -> &std::os::fd::OwnedFd {
         &self.pidfd
@@ -124,7 +121,7 @@ impl Adopted {
 
     /// All guest RAM.
     pub fn size(&self) -> u64 {
-        self.lock().ram.iter().map(|part| part.len).sum()
+        self.inner.locked().ram.iter().map(|part| part.len).sum()
     }
 
     /// Why none of its memory can go, whatever is asked: it is locked, of huge pages, or a device's.
@@ -132,7 +129,7 @@ impl Adopted {
         if let Some(device) = &self.device {
             return Some(format!("a device is passed through ({device}), which pins all of its memory"));
         }
-        let pinned = self.lock().ram.iter().find_map(|part| part.pinned);
+        let pinned = self.inner.locked().ram.iter().find_map(|part| part.pinned);
         pinned.map(|why| format!("its memory does not go to swap: {why}"))
     }
 
@@ -154,23 +151,23 @@ impl Adopted {
 
     /// Where its memory is.
     pub fn memory(&self) -> io::Result<Memory> {
-        if self.vmm.most.is_some() && self.lock().counter.is_mapped_anew()? {
+        if self.vmm.most.is_some() && self.inner.locked().counter.is_mapped_anew()? {
             // Its RAM may have gone at this moment: then a count says so.
             let _ = self.look_again();
         }
-        let inner = &mut *self.lock();
+        let inner = &mut *self.inner.locked();
         inner.counter.memory(&self.tables, self.process.pid, &inner.ram)
     }
 
     /// The same from the kernel's counters alone, after the first count.
     pub fn quick(&self) -> io::Result<Memory> {
-        let inner = &mut *self.lock();
+        let inner = &mut *self.inner.locked();
         inner.counter.quick(&self.tables, self.process.pid, &inner.ram)
     }
 
     /// Count all pages now.
     pub fn scan(&self) -> io::Result<Memory> {
-        let inner = &mut *self.lock();
+        let inner = &mut *self.inner.locked();
         inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
     }
 
@@ -197,7 +194,7 @@ impl Adopted {
     }
 
     fn page_out(&self, bytes: u64) -> io::Result<Step> {
-        let Inner { ram, order, .. } = &mut *self.lock();
+        let Inner { ram, order, .. } = &mut *self.inner.locked();
         let pages = ram.iter().map(|part| part.len / PAGE_SIZE as u64).sum();
         let order = order.get_or_insert_with(|| Order::new(pages));
         let seen = |range| present(&self.tables, ram, range);
@@ -224,7 +221,7 @@ impl Adopted {
     pub fn look_again(&self) -> Result<(), Refusal> {
         let size = self.size();
         let ram = found::ram(self.process.pid, &self.vmm, Bytes(size))?;
-        let inner = &mut *self.lock();
+        let inner = &mut *self.inner.locked();
         if ram.iter().map(|part| (part.start, part.len)).ne(inner.ram.iter().map(|part| (part.start, part.len))) {
             inner.order = None;
             inner.counter.forget();
@@ -235,7 +232,7 @@ impl Adopted {
 
     /// Bring all of its memory back from swap, on this thread.
     pub fn bring_back(&self) -> io::Result<()> {
-        let ram = self.lock().ram.clone();
+        let ram = self.inner.locked().ram.clone();
         for part in &ram {
             if part.shared {
                 // Page tables do not tell which of its pages are in swap. Those that it has are brought back.

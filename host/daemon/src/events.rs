@@ -4,11 +4,12 @@
 //! Threads: any.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ballast_api::Event;
 use ballast_base::text::shown;
+use ballast_sys::lock::Lock;
 use tokio::sync::watch;
 
 const MOST: usize = 1000;
@@ -51,7 +52,7 @@ fn add_to(events: &mut VecDeque<Event>, event: Event) {
 
 impl Events {
     pub fn add(&self, vm: Option<String>, kind: &str, message: String) {
-        let mut list = self.lock();
+        let mut list = self.list.locked();
         let event = list.next(vm, kind, &message);
         self.last.send_replace(event.id);
         add_to(&mut list.events, event);
@@ -60,14 +61,10 @@ impl Events {
 
     /// Adds a decision of the policy about a VM that differs from the one before.
     pub fn decided(&self, vm: String, message: String) {
-        let mut list = self.lock();
+        let mut list = self.list.locked();
         let event = list.next(Some(vm), DECISION, &message);
         self.last.send_replace(event.id);
         add_to(&mut list.decisions, event);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, List> {
-        self.list.lock().expect("no panic while held")
     }
 
     /// Changes with each event.
@@ -77,7 +74,7 @@ impl Events {
 
     /// Events by kind, including those of earlier engines that handed them over.
     pub fn counts(&self) -> BTreeMap<String, u64> {
-        self.lock().counts.clone()
+        self.list.locked().counts.clone()
     }
 
     /// All of them for another engine, in messages.
@@ -90,7 +87,7 @@ impl Events {
     /// Adds the events of an earlier engine, from one of its messages, sorted among this engine's.
     pub fn add_past(&self, message: &[u8]) -> Result<(), serde_json::Error> {
         let past: Vec<Event> = serde_json::from_slice(message)?;
-        let mut list = self.lock();
+        let mut list = self.list.locked();
         past.iter().for_each(|event| *list.counts.entry(event.kind.clone()).or_default() += 1);
         list.events.extend(past);
         list.events.make_contiguous().sort_by_key(|event| event.id);
@@ -104,7 +101,7 @@ impl Events {
 
     /// Reads all of them, oldest first, without a copy. No event is added during the call.
     pub fn read<T>(&self, by: impl FnOnce(&VecDeque<Event>) -> T) -> T {
-        by(&self.lock().events)
+        by(&self.list.locked().events)
     }
 
     /// All of them, oldest first.
@@ -114,7 +111,7 @@ impl Events {
 
     /// Those with a higher number, oldest first; with the policy's decisions, if requested.
     pub fn after(&self, id: u64, decisions: bool) -> Vec<Event> {
-        let list = self.lock();
+        let list = self.list.locked();
         let later = |events: &VecDeque<Event>| -> Vec<Event> {
             events.range(events.partition_point(|event| event.id <= id)..).cloned().collect()
         };

@@ -11,11 +11,12 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{History, HostStat, VmStat};
 use ballast_base::PAGE_SIZE;
+use ballast_sys::lock::Lock;
 
 pub const STEP: Duration = Duration::from_secs(10);
 /// Seconds per sample and number of samples: for the last hour, and for the last day.
@@ -121,7 +122,7 @@ impl Past {
     }
 
     fn add_at(&self, at_unix_s: u32, host: &HostStat, vms: &[VmStat], wss: impl Fn(&str) -> Option<u64>) {
-        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = self.before.locked();
         let (mut next, mut worst, mut restores) = (HashMap::new(), 0, 0u32);
         for vm in vms.iter().filter(|vm| is_name(&vm.id)) {
             let now = Before {

@@ -11,11 +11,12 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ballast_api::{KeptVm, VmPatch};
 use ballast_base::Uuid;
+use ballast_sys::lock::Lock;
 use serde::{Deserialize, Serialize};
 
 use crate::rules::Identity;
@@ -70,7 +71,7 @@ impl KeptSettings {
 
     /// All VMs. Fails if the file cannot be read or parsed; in the second case it was moved aside.
     pub fn all(&self) -> io::Result<Vec<KeptVm>> {
-        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.one.locked();
         Ok(self.read()?.vms)
     }
 
@@ -83,7 +84,7 @@ impl KeptSettings {
     /// Stores this change of these VMs, in one write. A VM without a UUID whose name is a pid is left out, because the
     /// next process with that pid is another VM. Returns whether all were stored.
     pub fn keep(&self, vms: &[Identity], patch: &VmPatch) -> io::Result<bool> {
-        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.one.locked();
         let mut contents = self.read()?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let (can, cannot): (Vec<_>, Vec<_>) = vms.iter().partition(|vm| vm.is_named || vm.uuid.is_some());
@@ -106,7 +107,7 @@ impl KeptSettings {
 
     /// Removes VMs of this name or UUID, and the one of this other UUID. Returns what was stored of them.
     pub fn forget(&self, vm: &str, uuid: Option<Uuid>) -> io::Result<Vec<KeptVm>> {
-        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.one.locked();
         let mut contents = self.read()?;
         let uuids = [vm.parse().ok(), uuid].map(|uuid: Option<Uuid>| uuid.map(|uuid| uuid.to_string()));
         let is_it = |kept: &KeptVm| kept.name == vm || kept.uuid.is_some() && uuids.contains(&kept.uuid);

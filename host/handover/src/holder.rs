@@ -7,10 +7,11 @@ use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 
-use crate::mappers::{Mapped, READ_TIMEOUT, Read, entries, scan_these, stuck};
+use crate::mappers::{Mapped, READ_TIMEOUT, Read, STUCK, entries, scan_these};
 use crate::maps::{mapped, opened};
 
 /// A process, not in `but`, that has one of these files open or maps one. Descriptors are checked first, because each
@@ -32,7 +33,7 @@ pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
         let scan = scan_these(pids, &read, READ_TIMEOUT);
-        let hangs = |process: &Process| suspects.contains(&process.pid) && stuck().contains(process);
+        let hangs = |process: &Process| suspects.contains(&process.pid) && STUCK.locked().contains(process);
         let hanging = scan.unreadable.into_iter().filter(hangs);
         if let Some(process) = scan.mapping.into_keys().chain(hanging).find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));

@@ -14,9 +14,10 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::unix::fs::DirEntryExt;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, LazyLock, Mutex, mpsc};
 use std::time::Duration;
 
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp, priority};
@@ -32,7 +33,7 @@ pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(3);
 const SECOND_SCAN: Duration = Duration::from_millis(500);
 
 /// Processes whose maps could not be read in time. Each has one thread, which still waits and then removes it here.
-static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
+pub(crate) static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 
 /// The result of a scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -189,10 +190,6 @@ fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl F
     Scan { mapping, unreadable, failed }
 }
 
-pub(crate) fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
-    STUCK.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// If descriptors are short, many processes cannot be examined: only the first failure of a scan is logged.
 fn say_first(failed: bool, pid: u32, what: &str, error: &io::Error) {
     if !failed {
@@ -215,7 +212,7 @@ fn read_each(pids: Vec<u32>, read: Arc<Read>) -> io::Result<mpsc::Receiver<io::R
             let found = read(pid);
             // All under the lock, so that a caller that gave up on this process finds the answer, or it is removed
             // from the list.
-            let mut stuck = stuck();
+            let mut stuck = STUCK.locked();
             // The answer itself is dropped, because the process may have mapped more since.
             process.iter().for_each(|process| _ = stuck.remove(process));
             if answer.send(found).is_err() {
@@ -241,7 +238,7 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
             None
         })
     };
-    let known_stuck: HashSet<Process> = stuck().clone();
+    let known_stuck: HashSet<Process> = STUCK.locked().clone();
     pids.retain(|pid| {
         let process = known_stuck.iter().find(|process| process.pid == *pid);
         let hangs = process.filter(|process| find(process.pid) == Some(**process));
@@ -262,7 +259,7 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
             left = rest;
             let process = named(*pid, &mut scan);
             let answer = answers.recv_timeout(timeout).ok().or_else(|| {
-                let mut stuck = stuck();
+                let mut stuck = STUCK.locked();
                 let answer = answers.try_recv().ok();
                 if answer.is_none() {
                     stuck.extend(process);
@@ -381,7 +378,7 @@ pub(crate) mod tests {
             assert_eq!(found, HashSet::from([process(pids[0]), process(pids[2])]));
         }
         drop(release);
-        while stuck().contains(&process(pids[1])) {
+        while STUCK.locked().contains(&process(pids[1])) {
             std::thread::yield_now();
         }
         let scan = scan_these(pids.clone(), &read, Duration::from_secs(60));

@@ -22,6 +22,7 @@ pub mod huge_files;
 pub mod hugetlb;
 pub mod kcmp;
 pub mod large_pages;
+pub mod lock;
 pub mod log_line;
 pub mod mapping;
 pub mod memfd;

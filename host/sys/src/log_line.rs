@@ -6,12 +6,14 @@
 
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use ballast_base::PAGE_SIZE;
 use ballast_base::text::shown;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
+
+use crate::lock::Lock;
 
 /// A pipe that is ready takes at least a page.
 const LONGEST: usize = PAGE_SIZE;
@@ -24,7 +26,7 @@ static WRITES: Mutex<()> = Mutex::new(());
 pub fn put(to: BorrowedFd<'_>, line: &str) {
     let mut line = cut_at(shown(line).into_owned(), LONGEST - 1);
     line.push('\n');
-    let _alone = WRITES.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = WRITES.locked();
     if !may_wait(to) || is_ready(to) {
         let _ = rustix::io::write(to, line.as_bytes());
     }

@@ -6,10 +6,11 @@
 //! Promise: two members of one arena have one store, while either is here. A group delays no member of another.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use ballast_base::wire::VmId;
 use ballast_store::{Group, GroupMember, RamOptions};
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::{self, FileId};
 
 /// A group that is open while it has members here.
@@ -23,11 +24,9 @@ pub struct Groups(Mutex<Vec<(FileId, Entry)>>);
 impl Groups {
     /// The entry of the group with this arena.
     fn entry(&self, id: FileId) -> Entry {
-        let mut groups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut groups = self.0.locked();
         // A thread that has an entry is opening the group.
-        let is_used = |entry: &Entry| {
-            Arc::strong_count(entry) > 1 || entry.lock().unwrap_or_else(PoisonError::into_inner).strong_count() > 0
-        };
+        let is_used = |entry: &Entry| Arc::strong_count(entry) > 1 || entry.locked().strong_count() > 0;
         groups.retain(|(_, entry)| is_used(entry));
         if let Some((_, entry)) = groups.iter().find(|(other, _)| *other == id) {
             return entry.clone();
@@ -42,7 +41,7 @@ impl Groups {
     pub fn join(&self, opening: OwnedFd, vm: VmId, options: RamOptions, new: bool) -> std::io::Result<GroupMember> {
         let id = memfd::file_id(&opening)?;
         let entry = self.entry(id);
-        let mut known = entry.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = entry.locked();
         let group = match known.upgrade() {
             Some(group) => group,
             None => {
@@ -80,7 +79,7 @@ mod tests {
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| join(&kept, 1).map(drop));
             let is_being_opened = || {
-                let all = groups.0.lock().unwrap_or_else(PoisonError::into_inner);
+                let all = groups.0.locked();
                 all.iter().any(|(known, entry)| *known == id && Arc::strong_count(entry) > 1)
             };
             while !is_being_opened() && !waits.is_finished() {

@@ -11,13 +11,14 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::far::stores::LateStore;
 use ballast_pager::vm::{Reporter, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
+use ballast_sys::lock::Lock;
 use ballast_sys::memory_error;
 
 /// How long a VM waits for its disk. A healthy one takes milliseconds.
@@ -44,36 +45,28 @@ struct Shared {
 }
 
 impl Shared {
-    fn opened(&self) -> MutexGuard<'_, Option<Arc<FileStore>>> {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn closed(&self) -> MutexGuard<'_, bool> {
-        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for the next try. Returns false if the VM was closed.
     fn pause(&self) -> bool {
-        let waited = self.is_closed.wait_timeout_while(self.closed(), PAUSE, |closed| !*closed);
+        let waited = self.is_closed.wait_timeout_while(self.closed.locked(), PAUSE, |closed| !*closed);
         !*waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
 impl File {
     pub fn opened(&self) -> Option<Arc<FileStore>> {
-        self.0.opened().clone()
+        self.0.opened.locked().clone()
     }
 
     /// The VM is reopened, and no thread uses its store, which must be recovered. `None` if the store is not there yet:
     /// the thread that opens it also recovers it; pages in it can only have become fewer since.
     pub fn recovers(&self) -> Option<Recovery> {
-        let opened = self.0.opened().take()?;
+        let opened = self.0.opened.locked().take()?;
         Some(Recovery { opened, shared: self.0.clone(), store: Arc::new(LateStore::new()) })
     }
 
     /// The VM is closed: its store is not swept, and the opening is abandoned.
     pub fn cancel(&self) {
-        *self.0.closed() = true;
+        *self.0.closed.locked() = true;
         self.0.is_closed.notify_all();
     }
 }
@@ -194,7 +187,7 @@ fn arrive(
     // What the last engine left there cannot be freed, and stays until the next engine tries.
     let live = live.filter(|_| !opened.is_read_only());
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
-    let closed = shared.closed();
+    let closed = shared.closed.locked();
     if *closed {
         return false;
     }
@@ -207,7 +200,7 @@ fn arrive(
         }
     }
     store.arrive(opened.clone());
-    *shared.opened() = Some(opened);
+    *shared.opened.locked() = Some(opened);
     // If memory of its index failed in the meantime, it is recovered again.
     memory_error::notify();
     true
@@ -285,7 +278,7 @@ mod tests {
         };
         let [kept, freed, _] = [1, 2, 3].map(put);
         let shared = File::default();
-        *shared.0.opened() = Some(Arc::new(file));
+        *shared.0.opened.locked() = Some(Arc::new(file));
         let begins = |live: &[(u64, Handle)]| {
             let recovery = shared.recovers().expect("it is there");
             let store = recovery.store.clone();
@@ -296,7 +289,7 @@ mod tests {
         };
         let mut bytes = [0; 4096];
         // As if the disk did not respond.
-        let hangs = shared.0.closed();
+        let hangs = shared.0.closed.locked();
         let store = begins(&[(1, kept), (2, freed)]);
         assert_eq!(store.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Busy);
         store.free(key(2), freed);
@@ -312,7 +305,7 @@ mod tests {
         assert_eq!(store.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Found);
         assert_eq!(file.usage_detail().block_pages, 1, "the others were freed, by name or because no word names them");
         // The VM is closed before another recovery: another engine may have it now.
-        let mut hangs = shared.0.closed();
+        let mut hangs = shared.0.closed.locked();
         let again = begins(&[]);
         *hangs = true;
         drop(hangs);

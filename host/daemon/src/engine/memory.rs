@@ -13,7 +13,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::Context;
@@ -22,6 +22,7 @@ use ballast_handover::orders::Report;
 use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
+use ballast_sys::lock::Lock;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::late;
@@ -44,7 +45,7 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_
                     continue;
                 }
                 let (id, engine) = (served.vm.state.id(), engine.clone());
-                let given = workers.lock().unwrap_or_else(PoisonError::into_inner).give(id, move || {
+                let given = workers.locked().give(id, move || {
                     if let Some(served) = engine.host.by_id(id) {
                         engine.reopen(&served);
                     }

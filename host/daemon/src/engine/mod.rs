@@ -12,7 +12,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -23,6 +23,7 @@ use ballast_handover::state_file::StateFile;
 use ballast_pool::Far;
 use ballast_store::Budget;
 use ballast_sys::detach::detach;
+use ballast_sys::lock::Lock;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 use ballast_sys::{memory_error, scm};
@@ -192,7 +193,7 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
 
 /// Calls `what`, unless an order to rest or to resume has come since order number `this`.
 fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
-    let last = rests.lock().unwrap_or_else(PoisonError::into_inner);
+    let last = rests.locked();
     if *last == this {
         what();
     }
@@ -217,10 +218,6 @@ enum End {
 }
 
 impl Orders {
-    fn workers(&self) -> MutexGuard<'_, Workers> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn take(&mut self) -> anyhow::Result<End> {
         loop {
             let (received, is_whole) = match scm::receive_or_bytes(&*self.engine.keeper) {
@@ -261,7 +258,7 @@ impl Orders {
             Order::MakeFileStore { seq } => engine.make_file_store(seq)?,
             Order::Rest { seq } => self.rest(seq)?,
             Order::Resume => self.resume()?,
-            Order::HandOver { seq, vm } => self.workers().give_last(vm, move || {
+            Order::HandOver { seq, vm } => self.workers.locked().give_last(vm, move || {
                 let state = engine.host.by_id(vm).and_then(|served| served.vm.state.fd().try_clone_to_owned().ok());
                 let parted = engine.part_with_vm(vm);
                 engine.has_parted(state.and_then(|fd| StateFile::open(fd).ok()));
@@ -277,7 +274,7 @@ impl Orders {
                     engine.stop_writing_back(*vm);
                 }
                 if let Some(vm) = order.vm() {
-                    self.workers().give(vm, move || engine.carry_out(vm, order, fds, is_whole))?;
+                    self.workers.locked().give(vm, move || engine.carry_out(vm, order, fds, is_whole))?;
                 }
             }
         }
@@ -306,7 +303,7 @@ impl Orders {
 
     /// This engine has all VMs again, as far as they can be opened.
     fn resume(&mut self) -> io::Result<()> {
-        let opened = self.workers().all_so_far();
+        let opened = self.workers.locked().all_so_far();
         let (engine, gate) = (self.engine.clone(), self.gate.clone());
         let (rests, this) = (self.rests.clone(), self.begin_rest());
         std::thread::Builder::new().name("resume".into()).spawn(move || {
@@ -321,7 +318,7 @@ impl Orders {
     }
 
     fn begin_rest(&self) -> u64 {
-        let mut last = self.rests.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.rests.locked();
         *last += 1;
         *last
     }
@@ -331,7 +328,7 @@ impl Orders {
         let engine = self.engine.clone();
         // At once, so that an order to open it again finds it.
         let closing = engine.begin_closing(vm);
-        self.workers().give_last(vm, move || {
+        self.workers.locked().give_last(vm, move || {
             let closed = engine.close_vm(vm, &closing);
             engine.end_closing(vm, &closing);
             if let Some(Err(error)) = seq.map(|seq| engine.done(seq, closed)) {
@@ -344,7 +341,7 @@ impl Orders {
     /// because it is not open yet. A VM that does not open in time does not keep clients from the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let (opened, is_serving) = {
-            let mut workers = self.workers();
+            let mut workers = self.workers.locked();
             (workers.all_so_far(), workers.is_serving())
         };
         let (engine, api, gate) = (self.engine.clone(), self.api.take(), self.gate.clone());

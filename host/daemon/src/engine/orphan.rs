@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Vm};
+use ballast_sys::lock::Lock;
 use ballast_sys::process::Process;
 
 use super::Orders;
@@ -57,7 +58,7 @@ impl Orders {
             // The other engine closes it when it is alone.
             served.vm.state.has_left();
         };
-        if let Err(error) = self.workers().give_last(id, part) {
+        if let Err(error) = self.workers.locked().give_last(id, part) {
             tracing::error!("Closing VM {id}: {error}");
         }
     }
@@ -77,7 +78,7 @@ impl Orders {
             tracing::error!("Answering the API: {error:#}");
         }
         // Some may not be open yet. The next keeper finds this engine in their state files.
-        let mut done = self.workers().all_so_far();
+        let mut done = self.workers.locked().all_so_far();
         loop {
             let is_over = done.is_over();
             self.engine.record_parted();
@@ -95,7 +96,7 @@ impl Orders {
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");
                     }
-                    done = self.workers().all_so_far();
+                    done = self.workers.locked().all_so_far();
                 }
             }
             // It rested for an upgrade that was abandoned: no other engine has any of its VMs.

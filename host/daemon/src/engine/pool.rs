@@ -17,6 +17,7 @@ use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::Bytes;
 use ballast_pool::{Error, Page, Reserve, Want};
 use ballast_sys::clock;
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 
 use crate::engine::lending::Lender;
@@ -82,11 +83,6 @@ impl PoolService {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic during a change leaves the state like a death.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the pool from its last owner, and tends it.
     fn work(self: &Arc<Self>, events: &Events) {
         let place = &self.place;
@@ -99,14 +95,15 @@ impl PoolService {
                     if why != said && !is_taken {
                         events.add(None, "pool-unavailable", format!("the pool cannot be used: {why}"));
                     }
-                    *self.lock() = if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
+                    *self.state.locked() =
+                        if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
                     said = why;
                     // The engine that this one follows has it until it ends.
                     std::thread::sleep(POLL_EVERY);
                 }
             }
         };
-        *self.lock() = State::Ours(Box::new(parts));
+        *self.state.locked() = State::Ours(Box::new(parts));
         self.changed.notify_all();
         let (mut looked, mut again, mut lenders) =
             (None::<Instant>, Instant::now(), Page::ALL.map(|_| Lender::default()));
@@ -132,14 +129,14 @@ impl PoolService {
     /// Opens missing parts, and listens, if that is still to be done. Returns what could not be done.
     fn complete(self: &Arc<Self>, place: &Pooling, listens: &mut bool) -> Vec<String> {
         let mut missing = Vec::new();
-        if let State::Ours(parts) = &mut *self.lock() {
+        if let State::Ours(parts) = &mut *self.state.locked() {
             missing.extend(parts.complete(&place.dir));
         }
         if !*listens {
             let failed = self.listen(place).err().map(|error| format!("VMs get no memory of the pool: {error:#}"));
             *listens = failed.is_none();
             missing.extend(failed.clone());
-            *self.silent.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+            *self.silent.locked() = failed;
         }
         missing
     }
@@ -156,7 +153,7 @@ impl PoolService {
         self.demand.tell_if_short();
         let looks = looked.is_none_or(|at| at.elapsed() >= POLL_EVERY);
         let far = looks.then(|| self.demand.far());
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         let State::Ours(parts) = &mut *state else { return Ok(()) };
         // A part that fails must not stop the other one, nor the zeroing of slices.
         let mut failed = Ok(());
@@ -204,7 +201,7 @@ impl PoolService {
         drop(state);
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
-            let State::Ours(parts) = &mut *self.lock() else { return failed };
+            let State::Ours(parts) = &mut *self.state.locked() else { return failed };
             // The part was there when the job began, and parts do not disappear.
             let Ok(part) = parts.of(page) else { continue };
             let is_ready = part.finish(done);
@@ -221,7 +218,7 @@ impl PoolService {
     fn lock_when_left(&self) -> MutexGuard<'_, State> {
         let is_coming =
             |state: &mut State| matches!(state, State::Coming(_)) && !self.is_elsewhere.load(Ordering::Relaxed);
-        let waited = self.changed.wait_timeout_while(self.lock(), LEFT_WITHIN, is_coming);
+        let waited = self.changed.wait_timeout_while(self.state.locked(), LEFT_WITHIN, is_coming);
         let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
             self.is_elsewhere.store(true, Ordering::Relaxed);
@@ -247,7 +244,7 @@ impl PoolService {
 
     fn stat_of(&self, parts: &Parts) -> PoolStat {
         let mut stat = parts.stat();
-        stat.notes.extend(self.silent.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        stat.notes.extend(self.silent.locked().clone());
         stat
     }
 

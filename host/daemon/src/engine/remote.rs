@@ -8,7 +8,7 @@
 //! done in steps, and leases are renewed between any two of them.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -20,6 +20,7 @@ use ballast_remote::check::{Finding, check};
 use ballast_remote::identity::{self, Kept, Tell};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, lease, seal};
 use ballast_store::{Codec, SlowStore, Store};
+use ballast_sys::lock::Lock;
 
 use super::missing::MissingStore;
 use crate::config::{self, RemoteTls};
@@ -43,10 +44,6 @@ enum Told {
     Ended(VmId),
     /// The VM of this store is closed, and has freed pages that are not unlinked. It may return.
     Closed(Arc<RemoteStore>),
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The cluster, and the thread that works for it.
@@ -137,7 +134,7 @@ impl Remote {
             Secret::None => store.sealed(make_key(state).context("Making the key of a VM's far pages")?),
         };
         let store = Arc::new(store);
-        lock(&self.stores).push((state.name(), Arc::downgrade(&store)));
+        self.stores.locked().push((state.name(), Arc::downgrade(&store)));
         Ok(store)
     }
 
@@ -157,7 +154,7 @@ impl Remote {
     }
 
     pub fn findings(&self) -> Vec<Finding> {
-        lock(&self.findings).clone()
+        self.findings.locked().clone()
     }
 }
 
@@ -202,7 +199,7 @@ fn make_key(state: &StateFile) -> std::io::Result<Seal> {
 }
 
 fn all(stores: &Stores) -> Vec<(String, Arc<RemoteStore>)> {
-    let mut stores = lock(stores);
+    let mut stores = stores.locked();
     stores.retain(|(_, store)| store.strong_count() > 0);
     stores.iter().filter_map(|(name, store)| Some((name.clone(), store.upgrade()?))).collect()
 }
@@ -293,7 +290,7 @@ impl Caretaker {
         let of = |(name, store): (String, Arc<RemoteStore>)| Some(format!("VM {name}: {}", store.elsewhere()?));
         let elsewhere = all(&self.stores).into_iter().filter_map(of).map(|text| Finding { serious: true, text });
         let all = elsewhere.chain(found.iter().cloned()).collect();
-        let before = std::mem::replace(&mut *lock(&self.findings), all);
+        let before = std::mem::replace(&mut *self.findings.locked(), all);
         for finding in found.into_iter().filter(|finding| finding.serious && !before.contains(finding)) {
             self.events.add(None, "remote-unsafe", format!("the remote store: {}", finding.text));
         }

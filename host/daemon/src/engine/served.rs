@@ -8,13 +8,14 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use ballast_api::VmStat;
 use ballast_base::Bytes;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_store::{GroupMember, RamStore, Store};
+use ballast_sys::lock::Lock;
 
 use super::late;
 use super::workers::Jobs;
@@ -137,24 +138,20 @@ impl Served {
         finished()
     }
 
-    fn scans_requested(&self) -> std::sync::MutexGuard<'_, u64> {
-        self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Holds reclaim until a scan for foreign mappers. The caller then requests that scan.
     pub fn hold_unchecked(&self) {
-        let mut asked = self.scans_requested();
+        let mut asked = self.scans_requested.locked();
         *asked += 1;
         self.vm.hold(Hold::Unchecked, Some(VmStat::UNCHECKED.into()));
     }
 
     pub fn asked(&self) -> u64 {
-        *self.scans_requested()
+        *self.scans_requested.locked()
     }
 
     /// A scan is done; `asked` scans had been requested when it began.
     pub fn checked(&self, asked: u64) {
-        let now = self.scans_requested();
+        let now = self.scans_requested.locked();
         if *now == asked {
             self.vm.hold(Hold::Unchecked, None);
         }
@@ -205,30 +202,26 @@ impl Served {
     }
 
     pub fn pids(&self) -> Vec<u32> {
-        self.pids.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+        self.pids.locked().iter().copied().collect()
     }
 
     pub fn add_pid(&self, pid: u32) {
-        self.pids.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
-    }
-
-    fn all_unserved(&self) -> std::sync::MutexGuard<'_, HashMap<u32, String>> {
-        self.unserved.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pids.locked().insert(pid);
     }
 
     /// Why a process that has attached counts as one that has not, if there is one.
     pub fn unserved(&self) -> Option<String> {
-        self.all_unserved().values().next().cloned()
+        self.unserved.locked().values().next().cloned()
     }
 
     /// Why this process counts as not attached, if it does.
     pub fn unserved_of(&self, pid: u32) -> Option<String> {
-        self.all_unserved().get(&pid).cloned()
+        self.unserved.locked().get(&pid).cloned()
     }
 
     /// This process is not served everywhere it maps the RAM.
     pub fn set_unserved(&self, pid: u32, reason: String) {
-        self.all_unserved().insert(pid, reason);
+        self.unserved.locked().insert(pid, reason);
     }
 
     /// Like `set_unserved`, and holds the VM with each page restored, because such a process may read zeros where pages
@@ -241,7 +234,7 @@ impl Served {
     /// Ends a hold of this kind, and returns whether it is ended: `Shared` stays while some process is not served. A
     /// thread that notes such a process holds the VM afterwards, so either it or this call sees the other's change.
     pub fn release(&self, kind: Hold) -> bool {
-        let unserved = self.all_unserved();
+        let unserved = self.unserved.locked();
         let is_released = kind != Hold::Shared || unserved.is_empty();
         if is_released {
             self.vm.hold(kind, None);
@@ -251,13 +244,13 @@ impl Served {
 
     /// Takes over what an earlier opening of the VM knew of its processes.
     pub fn take_after(&self, last: &Self) {
-        *self.all_unserved() = last.all_unserved().clone();
+        *self.unserved.locked() = last.unserved.locked().clone();
         let pids = last.pids().into_iter().collect();
-        *self.pids.lock().unwrap_or_else(PoisonError::into_inner) = pids;
+        *self.pids.locked() = pids;
     }
 
     pub fn forget_pid(&self, pid: u32) {
-        self.pids.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
-        self.all_unserved().remove(&pid);
+        self.pids.locked().remove(&pid);
+        self.unserved.locked().remove(&pid);
     }
 }

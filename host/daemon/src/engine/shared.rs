@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
@@ -17,6 +17,7 @@ use ballast_handover::failure::Failure;
 use ballast_handover::orders::Report;
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::Vm;
+use ballast_sys::lock::Lock;
 use ballast_sys::process::Process;
 use ballast_sys::scm;
 
@@ -36,14 +37,14 @@ pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
 
 impl Overdue {
     pub fn is_any(&self) -> bool {
-        let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut overdue = self.0.locked();
         overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
         !overdue.is_empty()
     }
 
     /// Adds a store; `made` gets a message when its disk has responded.
     pub fn add(&self, made: Receiver<Made>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
+        self.0.locked().push(made);
     }
 }
 
@@ -104,34 +105,34 @@ impl Engine {
         self.forget_unopened(vm);
         if let Some(error) = why {
             let why = Unopened { text: format!("{error:#}"), may_pass: !is_whole || may_pass(error.as_ref()) };
-            self.unopened.lock().unwrap_or_else(PoisonError::into_inner).insert(vm, why);
+            self.unopened.locked().insert(vm, why);
         }
     }
 
     pub fn why_unopened(&self, vm: VmId) -> Option<String> {
-        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).map(|why| why.text.clone())
+        self.unopened.locked().get(&vm).map(|why| why.text.clone())
     }
 
     pub fn forget_unopened(&self, vm: VmId) -> Option<Unopened> {
-        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).remove(&vm)
+        self.unopened.locked().remove(&vm)
     }
 
     /// This engine has closed a VM that another one serves, too.
     pub fn has_parted(&self, state: Option<StateFile>) {
-        let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parted = self.parted.locked();
         parted.extend(state);
         // The keeper has recorded the others.
         parted.retain(|state| state.leaving() == Some((self.me.pid, self.me.start)));
     }
 
     pub fn has_again(&self, vm: VmId) {
-        self.parted.lock().unwrap_or_else(PoisonError::into_inner).retain(|state| state.id() != vm);
+        self.parted.locked().retain(|state| state.id() != vm);
     }
 
     /// The keeper is gone: records the closings that it may not have read.
     pub fn record_parted(&self) {
         self.has_parted(None);
-        let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parted = self.parted.locked();
         parted.drain(..).for_each(|state| state.has_left());
     }
 

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -17,6 +17,7 @@ use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_handover::failure::Failure;
 use ballast_handover::orders::Report;
 use ballast_handover::upgrading::{Stage, Upgrading};
+use ballast_sys::lock::Lock;
 use rustix::fs::OFlags;
 
 /// How long the keeper may take to reply whether it begins. It waits for no other process.
@@ -34,25 +35,21 @@ struct State {
 }
 
 impl Upgrades {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The keeper reports the state.
     pub fn set(&self, now: Upgrading) {
-        self.lock().now = now;
+        self.0.locked().now = now;
     }
 
     /// The keeper says whether it begins one.
     pub fn answered(&self, ask: u64, result: Result<(), Failure>) {
-        if let Some(waiting) = self.lock().asked.remove(&ask) {
+        if let Some(waiting) = self.0.locked().asked.remove(&ask) {
             // The caller may have given up.
             let _ = waiting.send(result);
         }
     }
 
     pub fn stat(&self) -> UpgradeStat {
-        let now = self.lock().now.clone();
+        let now = self.0.locked().now.clone();
         UpgradeStat {
             number: now.number,
             program: now.program,
@@ -88,7 +85,7 @@ impl Upgrades {
         }
         let (sender, answer) = mpsc::channel();
         let ask = {
-            let mut state = self.lock();
+            let mut state = self.0.locked();
             state.last_ask += 1;
             let ask = state.last_ask;
             state.asked.insert(ask, sender);
@@ -96,7 +93,7 @@ impl Upgrades {
         };
         let sent = report(&Report::Upgrade { ask, program });
         let answer = sent.map(|()| answer.recv_timeout(ANSWER_WITHIN));
-        self.lock().asked.remove(&ask);
+        self.0.locked().asked.remove(&ask);
         match answer? {
             Ok(begins) => begins?,
             Err(RecvTimeoutError::Timeout) => bail!("the keeper does not answer"),

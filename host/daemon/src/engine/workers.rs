@@ -13,7 +13,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,7 @@ use ballast_base::wire::VmId;
 use ballast_pager::run::pool::thread::go_first;
 use ballast_pager::run::pool::{Handle, Pool};
 use ballast_pager::run::queue::Next;
+use ballast_sys::lock::Lock;
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -53,10 +54,6 @@ impl std::fmt::Debug for Orders {
     }
 }
 
-fn lock(orders: &Mutex<Orders>) -> MutexGuard<'_, Orders> {
-    orders.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Worker {
     fn new(pool: &Pool, is_serving: Arc<AtomicBool>) -> io::Result<Self> {
         let orders = Arc::new(Mutex::new(Orders::default()));
@@ -65,7 +62,7 @@ impl Worker {
             // Guests whose VMs are open run again. They must not take the CPUs that opening the others needs.
             go_first(!is_serving.load(Ordering::Acquire));
             let (work, is_closed) = {
-                let mut orders = lock(&taken);
+                let mut orders = taken.locked();
                 (orders.waiting.pop_front(), orders.is_closed)
             };
             match work {
@@ -80,14 +77,14 @@ impl Worker {
     }
 
     fn give(&self, work: Work) {
-        lock(&self.orders).waiting.push_back(work);
+        self.orders.locked().waiting.push_back(work);
         self.task.notify();
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        lock(&self.orders).is_closed = true;
+        self.orders.locked().is_closed = true;
         self.task.notify();
     }
 }
@@ -184,7 +181,7 @@ struct State {
 impl Jobs {
     /// Starts this on its own thread. Fails after [`Jobs::close`], or if the kernel gives no thread.
     pub fn begin(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.locked();
         state.threads.retain(|thread| !thread.is_finished());
         if state.closed {
             return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
@@ -195,13 +192,13 @@ impl Jobs {
 
     #[cfg(test)]
     pub fn has_begun(&self) -> bool {
-        !self.0.lock().unwrap_or_else(PoisonError::into_inner).threads.is_empty()
+        !self.0.locked().threads.is_empty()
     }
 
     /// Lets no job begin any more, and waits for those that have.
     pub fn close(&self) {
         let threads = {
-            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.0.locked();
             state.closed = true;
             std::mem::take(&mut state.threads)
         };

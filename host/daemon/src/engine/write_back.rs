@@ -8,10 +8,9 @@
 //! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that wants to
 //! hand its memory on has it restored first (see `preload`).
 
-use std::collections::HashMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -19,6 +18,7 @@ use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::{holder, mappers};
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
+use ballast_sys::lock::Lock;
 use ballast_sys::meminfo;
 use ballast_sys::process::Process;
 
@@ -42,18 +42,14 @@ fn is_parent(pid: u32) -> bool {
 }
 
 impl Engine {
-    fn all_closing(&self) -> MutexGuard<'_, HashMap<VmId, Closing>> {
-        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn begin_closing(&self, vm: VmId) -> Closing {
         let closing = Closing::default();
-        self.all_closing().insert(vm, closing.clone());
+        self.closing.locked().insert(vm, closing.clone());
         closing
     }
 
     pub(super) fn end_closing(&self, vm: VmId, closing: &Closing) {
-        let mut all = self.all_closing();
+        let mut all = self.closing.locked();
         if all.get(&vm).is_some_and(|other| Arc::ptr_eq(other, closing)) {
             all.remove(&vm);
         }
@@ -61,7 +57,7 @@ impl Engine {
 
     /// The VM will be opened again, because only its attach socket was cut. Its far pages may stay far.
     pub(super) fn stop_writing_back(&self, vm: VmId) {
-        if let Some(closing) = self.all_closing().get(&vm) {
+        if let Some(closing) = self.closing.locked().get(&vm) {
             closing.store(true, Ordering::Release);
         }
     }

@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use ballast_base::PAGE_SIZE;
 
@@ -16,6 +16,7 @@ use super::program::{DONE, Layout, program};
 use super::slot::{self, BATCH};
 use crate::Mapping;
 use crate::bpf::{self, Program};
+use crate::lock::Lock;
 
 /// Threads that can check at the same time; others wait.
 pub(super) const SLOTS: usize = 8;
@@ -76,6 +77,6 @@ impl Check {
     fn slot(&self) -> (usize, MutexGuard<'_, ()>) {
         let free = self.slots.iter().enumerate().find_map(|(number, slot)| Some((number, slot.try_lock().ok()?)));
         // The contents that a panicked thread left in a slot are overwritten.
-        free.unwrap_or_else(|| (0, self.slots[0].lock().unwrap_or_else(PoisonError::into_inner)))
+        free.unwrap_or_else(|| (0, self.slots[0].locked()))
     }
 }

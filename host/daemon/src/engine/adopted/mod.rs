@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use anyhow::{anyhow, bail};
 use ballast_adopt::swap::{self, Swap};
@@ -25,6 +25,7 @@ use ballast_api::AdoptRefusal;
 use ballast_base::Bytes;
 use ballast_base::wire::check_name;
 use ballast_policy::{Action, Decision};
+use ballast_sys::lock::Lock;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::events::Events;
@@ -38,7 +39,7 @@ const USUAL_RESTORE_US: f64 = 8.0;
 pub struct AdoptedVms {
     file: PathBuf,
     all: bool,
-    list: RwLock<Vec<Arc<AdoptedVm>>>,
+    list: Mutex<Vec<Arc<AdoptedVm>>>,
     released: Mutex<Vec<KeptProcess>>,
     /// The file was read, and no other engine writes it.
     works: AtomicBool,
@@ -60,7 +61,7 @@ impl AdoptedVms {
         Ok(Self {
             file: runtime_dir.join(kept::FILE),
             all,
-            list: RwLock::default(),
+            list: Mutex::default(),
             released: Mutex::default(),
             works: AtomicBool::new(false),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -70,12 +71,12 @@ impl AdoptedVms {
     }
 
     pub fn all(&self) -> Vec<Arc<AdoptedVm>> {
-        self.list.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.list.locked().clone()
     }
 
     /// The host's swap now. It is not read if there are no VMs.
     pub fn swap(&self) -> Swap {
-        let has_none = self.list.read().unwrap_or_else(PoisonError::into_inner).is_empty();
+        let has_none = self.list.locked().is_empty();
         if has_none { Swap::default() } else { Swap::now() }
     }
 
@@ -95,7 +96,7 @@ impl AdoptedVms {
             self.events.add(None, "adopted-lost", text);
             Kept::default()
         });
-        *self.released.lock().unwrap_or_else(PoisonError::into_inner) = kept.released;
+        *self.released.locked() = kept.released;
         let mut vms = Vec::new();
         for KeptVm { process, name, limit_bytes, settings } in kept.vms {
             if !process.runs() {
@@ -108,7 +109,7 @@ impl AdoptedVms {
                 Err(why) => self.events.add(Some(name), "adopted-lost", format!("it is not adopted any more: {why}")),
             }
         }
-        *self.list.write().unwrap_or_else(PoisonError::into_inner) = vms;
+        *self.list.locked() = vms;
         self.works.store(true, Ordering::Release);
         self.notify();
     }
@@ -135,7 +136,7 @@ impl AdoptedVms {
             let Terms { name, limit, settings, .. } = vm.terms();
             KeptVm { process: vm.vm.process.into(), name, limit_bytes: limit.map(|limit| limit.0), settings }
         };
-        let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut released = self.released.locked();
         released.retain(|process| process.runs());
         let kept = Kept { vms: vms.iter().map(kept_vm).collect(), released: released.clone() };
         if let Err(error) = kept::write(&self.file, &kept) {
@@ -152,7 +153,7 @@ impl AdoptedVms {
         let found = look(pid).map_err(of_pid)?;
         let own = found.vmm.name.clone();
         let vm = Adopted::new(found).map_err(of_pid)?;
-        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        let mut list = self.list.locked();
         if let Some(known) = list.iter().find(|known| known.vm.process == vm.process) {
             bail!("process {pid} is adopted already, as {}", known.name());
         }
@@ -172,7 +173,7 @@ impl AdoptedVms {
         let adopted = Arc::new(AdoptedVm::new(vm, Terms { name: name.clone(), ..Terms::default() }));
         list.push(adopted.clone());
         drop(list);
-        self.released.lock().unwrap_or_else(PoisonError::into_inner).retain(|process| process.pid != pid);
+        self.released.locked().retain(|process| process.pid != pid);
         self.keep();
         self.notify();
         let text = format!("{name} is adopted: {}, pid {pid}, {}", adopted.vm.vmm.program, Bytes(adopted.vm.size()));
@@ -183,7 +184,7 @@ impl AdoptedVms {
     /// Adopts all VMMs that are neither adopted nor attached. `unasked`: except those that an operator released.
     pub fn adopt_all(&self, taken: &Taken, unasked: bool) -> (Vec<Arc<AdoptedVm>>, Vec<AdoptRefusal>) {
         let known: HashSet<u32> = self.all().iter().map(|vm| vm.vm.process.pid).collect();
-        let released = self.released.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let released = self.released.locked().clone();
         let mut result = (Vec::new(), Vec::new());
         for pid in found::all() {
             let is_released = unasked && released.iter().any(|process| process.pid == pid && process.runs());
@@ -206,7 +207,7 @@ impl AdoptedVms {
 
     /// Forgets a VM: an operator released it, or its process ended.
     pub fn forget(&self, vm: &Arc<AdoptedVm>, is_released: bool) {
-        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        let mut list = self.list.locked();
         let before = list.len();
         list.retain(|known| !Arc::ptr_eq(known, vm));
         if list.len() == before {
@@ -215,7 +216,7 @@ impl AdoptedVms {
         drop(list);
         let name = vm.name();
         let (kind, text) = if is_released {
-            self.released.lock().unwrap_or_else(PoisonError::into_inner).push(vm.vm.process.into());
+            self.released.locked().push(vm.vm.process.into());
             ("released", format!("{name} is released: the kernel alone decides about its memory"))
         } else {
             ("gone", format!("{name} ended"))

@@ -6,7 +6,7 @@
 //! status, and is an event when it begins and when it ends.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ballast_adopt::swap::Swap;
@@ -15,6 +15,7 @@ use ballast_api::{Psi, StallSource};
 use ballast_base::{Bytes, MIB, PAGE_SIZE};
 use ballast_policy::Settings;
 use ballast_sys::clock;
+use ballast_sys::lock::Lock;
 use ballast_sys::process::Process;
 
 use super::stall::{Refaults, Waits};
@@ -90,10 +91,6 @@ pub struct Figures {
     pub refaults: Refaults,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The id of a process of this boot: half of the boot's id, then start time and pid.
 fn identity(Process { pid, start }: Process) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -124,17 +121,17 @@ impl AdoptedVm {
     }
 
     pub fn terms(&self) -> Terms {
-        locked(&self.terms).clone()
+        self.terms.locked().clone()
     }
 
     pub fn name(&self) -> String {
-        locked(&self.terms).name.clone()
+        self.terms.locked().name.clone()
     }
 
     /// Changes its terms. The caller wakes the worker.
     pub fn change(&self, change: impl FnOnce(&mut Terms)) {
-        change(&mut locked(&self.terms));
-        let pace = &mut *locked(&self.pace);
+        change(&mut self.terms.locked());
+        let pace = &mut *self.pace.locked();
         *pace = Pace { changes: pace.changes + 1, ..Pace::default() };
     }
 
@@ -143,7 +140,7 @@ impl AdoptedVm {
         if self.leaves.load(Ordering::Acquire) {
             return Some("all of its memory comes back, then it is released".into());
         }
-        locked(&self.blocked).clone()
+        self.blocked.locked().clone()
     }
 
     /// Current figures; an error if its VMM has ended. `restore_us`: time to restore one page.
@@ -154,21 +151,21 @@ impl AdoptedVm {
             Some(us) => (us, StallSource::Cgroup),
             None => ((restored_pages as f64 * restore_us) as u64, StallSource::Estimated),
         };
-        let waits = &mut *locked(&self.waits);
+        let waits = &mut *self.waits.locked();
         waits.add(total_us, restored_pages, memory.far / PAGE_SIZE as u64, Instant::now());
         Ok(Figures { memory, restored_pages, stall: waits.psi(), stall_source, refaults: waits.refaults() })
     }
 
     pub fn due(&self) -> Option<Instant> {
-        let has_limit = locked(&self.terms).effective_limit().is_some();
-        has_limit.then(|| locked(&self.pace).due.unwrap_or(self.since))
+        let has_limit = self.terms.locked().effective_limit().is_some();
+        has_limit.then(|| self.pace.locked().due.unwrap_or(self.since))
     }
 
     /// Holds it to its limit, by at most one step.
     pub fn work(&self, swap: &Swap, events: &Events) {
         // A copy, because the kernel may take long for a step, and a change of the terms must not wait for it.
-        let mut pace = *locked(&self.pace);
-        let Some(limit) = locked(&self.terms).effective_limit() else { return };
+        let mut pace = *self.pace.locked();
+        let Some(limit) = self.terms.locked().effective_limit() else { return };
         let begun = clock::cpu_time();
         let pause = match self.try_work(limit.0, swap, &mut pace) {
             Ok(Outcome::Below(resident)) => {
@@ -199,7 +196,7 @@ impl AdoptedVm {
         };
         let now = Instant::now();
         pace.due = Some(now + if pause < IDLE { pause } else { pause + until_all_look(now + pause) });
-        let held = &mut *locked(&self.pace);
+        let held = &mut *self.pace.locked();
         if held.changes == pace.changes {
             *held = pace;
         }
@@ -242,7 +239,7 @@ impl AdoptedVm {
     }
 
     fn say(&self, why: Option<String>, events: &Events) {
-        let before = std::mem::replace(&mut *locked(&self.blocked), why.clone());
+        let before = std::mem::replace(&mut *self.blocked.locked(), why.clone());
         let name = self.name();
         match (before, why) {
             (None, Some(why)) => events.add(Some(name), "adopted-blocked", why),

@@ -24,12 +24,13 @@ mod sample;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_base::Bytes;
 use ballast_policy::admission::Admission;
 use ballast_policy::{Action, Decision, External, HostState, Kind, Plan, Setup, Snapshot, State, check_external};
+use ballast_sys::lock::Lock;
 use ballast_sys::priority::run_first;
 
 use crate::engine::host::Host;
@@ -150,13 +151,8 @@ impl Governor {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until a tick is due, or a lease ends.
     fn wait(&self) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         loop {
             if inner.rests {
                 inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -195,16 +191,16 @@ impl Governor {
     /// Decides nothing while VMs move between engines: an engine that sees some of them would divide all memory among
     /// these. Returns when no tick is running.
     pub fn rest(&self) {
-        self.lock().rests = true;
+        self.inner.locked().rests = true;
     }
 
     pub fn is_resting(&self) -> bool {
-        self.lock().rests
+        self.inner.locked().rests
     }
 
     /// Decides again, from the current state.
     pub fn resume(&self) {
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         if std::mem::replace(&mut inner.rests, false) {
             self.changed.notify_all();
         }
@@ -219,7 +215,7 @@ impl Governor {
     }
 
     fn tick(&self, host: &Host) {
-        let mut guard = self.lock();
+        let mut guard = self.inner.locked();
         let inner = &mut *guard;
         if inner.rests {
             return;

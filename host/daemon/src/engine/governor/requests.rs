@@ -10,6 +10,7 @@ use ballast_base::Bytes;
 use ballast_policy::admission::Admission;
 use ballast_policy::{Class, External, HostState, Kind, Plan, Settings, Setup, Snapshot, check_external};
 use ballast_pool::Far;
+use ballast_sys::lock::Lock;
 
 use super::sample::now_ms;
 use super::{Governor, Inner, Lease, far, operator};
@@ -22,13 +23,13 @@ const MAX_NAME: usize = 64;
 
 impl Governor {
     pub fn snapshot(&self, host: &Host) -> Snapshot {
-        self.lock().snapshot(host)
+        self.inner.locked().snapshot(host)
     }
 
     /// The plan that a policy, or the one in force, would make now.
     pub fn dry_run(&self, host: &Host, kind: Option<Kind>) -> anyhow::Result<Plan> {
         let (snapshot, mut state, setup) = {
-            let mut inner = self.lock();
+            let mut inner = self.inner.locked();
             (inner.snapshot(host), inner.state.clone(), inner.setup)
         };
         let plan = Setup { policy: kind.unwrap_or(setup.policy), ..setup }.decide(&snapshot, &mut state);
@@ -47,7 +48,7 @@ impl Governor {
         }
         let limits = limits.into_iter().map(|limit| (limit.name, limit.limit_bytes)).collect();
         let wanted = External { policy, limits };
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         let snapshot = inner.snapshot(host);
         let plan = check_external(&snapshot, &wanted, &mut inner.state.clone(), true)?;
         let holder = inner.lease.as_ref().map(|lease| lease.wanted.policy.clone());
@@ -61,7 +62,7 @@ impl Governor {
     }
 
     pub fn stat(&self, host: &Host) -> PolicyStat {
-        let inner = self.lock();
+        let inner = self.inner.locked();
         let budget = inner.seen(host).host.budget_bytes;
         let Setup { policy, tick_ms, budget_bytes, threshold } = inner.setup;
         let lease = inner.lease.as_ref().map(|lease| LeaseStat {
@@ -84,7 +85,7 @@ impl Governor {
 
     /// Change it, now and for the next engines.
     pub fn set(&self, host: &Host, patch: &PolicyPatch) -> anyhow::Result<()> {
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         let before = inner.setup;
         let setup = Setup {
             policy: patch.policy.unwrap_or(before.policy),
@@ -115,11 +116,11 @@ impl Governor {
     }
 
     pub fn decisions(&self, id: &str) -> Vec<DecisionRecord> {
-        self.lock().log.of(id)
+        self.inner.locked().log.of(id)
     }
 
     pub fn brief(&self, host: &Host) -> Brief {
-        let inner = self.lock();
+        let inner = self.inner.locked();
         let admission = Admission::of(&inner.seen(host));
         Brief {
             policy: inner.setup.policy,
@@ -138,7 +139,7 @@ impl Governor {
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             bail!(why);
         }
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         let with = if state.kept() { far::kept(settings) } else { settings };
         if let Some(why) = far::refusal(host, served, [far::settings_of(&served.vm), with]) {
             bail!(why);
@@ -170,7 +171,7 @@ impl Governor {
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             bail!(why);
         }
-        let mut inner = self.lock();
+        let mut inner = self.inner.locked();
         let is_lower = limit.map_or(size, |limit| limit.0) < before.limit.map_or(size, |limit| limit.0);
         if let Some(why) = is_lower.then(|| host.adopted.refusal(vm, limit)).flatten() {
             bail!(why);
@@ -188,7 +189,7 @@ impl Governor {
 
     /// Say that all of a VM is kept in memory, unless the pool could not keep what it promised then.
     pub fn admit_kept(&self, host: &Host, served: &Served) -> anyhow::Result<()> {
-        let _inner = self.lock();
+        let _inner = self.inner.locked();
         let before = far::settings_of(&served.vm);
         if let Some(why) = far::refusal(host, served, [before, far::kept(before)]) {
             bail!(why);
@@ -199,7 +200,7 @@ impl Governor {
 
     /// What VMs on demand can have far, while no operator changes that.
     pub fn far(&self, host: &Host) -> Far {
-        let _inner = self.lock();
+        let _inner = self.inner.locked();
         far::far(host, None)
     }
 }

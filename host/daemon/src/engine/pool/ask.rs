@@ -15,6 +15,7 @@ use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
 use ballast_pool::map::Refused;
 use ballast_pool::{Error, Grant, Page};
+use ballast_sys::lock::Lock;
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -101,7 +102,7 @@ impl PoolService {
     pub(super) fn take(&self, take: &Take, is_gone: impl Fn() -> bool) -> anyhow::Result<Handed<'_>> {
         let (page, mode) = pool_parts::for_vm(take.pages);
         let (begun, mut far, mut next_try) = (Instant::now(), self.demand.far(), Instant::now());
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page)?;
@@ -155,7 +156,7 @@ impl PoolService {
             }
             // What can be far may be less by now. Asked for without the lock.
             far = self.demand.far();
-            state = self.lock();
+            state = self.state.locked();
         }
     }
 
@@ -163,7 +164,7 @@ impl PoolService {
     /// VM's settings since the amount that can be far was computed. A later change sees this promise.
     fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         let State::Ours(parts) = &mut *state else { return Ok(handed) };
         let reserve = parts.of(page)?;
         reserve.set_far(far);

@@ -9,10 +9,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use ballast_base::Bytes;
 use ballast_pool::{Error, Far, Overcommitted, Reserve};
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 
 /// The pool's files of VMs on demand, with the node and the amount promised in each. A file says whether it is one, but
@@ -63,26 +64,22 @@ impl Demand {
         self.is_known.load(Ordering::Acquire)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Over> {
-        self.over.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// What the pool has for VMs on demand, for each node that has promised them more.
     pub fn overcommitted(&self) -> Over {
-        self.lock().clone()
+        self.over.locked().clone()
     }
 
     pub fn files(&self) -> Arc<Promised> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.files.locked().clone()
     }
 
     fn set_files(&self, files: Promised) {
-        *self.files.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(files);
+        *self.files.locked() = Arc::new(files);
     }
 
     /// Tells the governor if little is left. No lock is held.
     pub fn tell_if_short(&self) {
-        let is_short = self.lock().values().any(|over| over.free() < over.low());
+        let is_short = self.over.locked().values().any(|over| over.free() < over.low());
         if let Some(links) = self.links.get().filter(|_| is_short) {
             (links.short)();
         }
@@ -101,7 +98,7 @@ impl Demand {
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
         self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {
-            *self.lock() = Over::new();
+            *self.over.locked() = Over::new();
             self.set_files(Promised::new());
             self.is_known.store(true, Ordering::Release);
             return Ok(());
@@ -114,7 +111,7 @@ impl Demand {
         for (numa, over) in over.iter_mut().filter(|_| !all) {
             over.touched = reserve.on_demand_touched(*numa)?;
         }
-        *self.lock() = over;
+        *self.over.locked() = over;
         self.is_known.fetch_or(all, Ordering::Release);
         done
     }

@@ -6,6 +6,7 @@ use std::process::Command;
 use ballast_base::MIB;
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_pool::Far;
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd;
 use ballast_testkit::skip;
 
@@ -19,7 +20,7 @@ fn parts_and_sockets_that_fail_are_tried_again_and_the_other_part_works() {
     std::fs::create_dir_all(at("pool/gib")).expect("make");
     std::fs::write(at("pool/gib/state"), "no state").expect("write");
     let service = PoolService::new(place.clone());
-    *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("one part is enough")));
+    *service.state.locked() = State::Ours(Box::new(Parts::open(&place.dir).expect("one part is enough")));
     let mut listens = false;
     for _ in 0..2 {
         let missing = service.complete(&place, &mut listens);
@@ -46,7 +47,7 @@ fn a_part_that_fails_stops_neither_the_other_part_nor_the_zeroing() {
     let dir = tempfile::tempdir().expect("a directory");
     let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
     let service = PoolService::new(place.clone());
-    *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
+    *service.state.locked() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
     for file in ["pool/lending.json", "pool/gib/lending.json"] {
         std::fs::write(dir.path().join(file), "no limits").expect("write");
     }
@@ -59,7 +60,7 @@ fn a_part_that_fails_stops_neither_the_other_part_nor_the_zeroing() {
     };
     let said = round(&mut lenders).expect_err("it is damaged").to_string();
     assert!(said.contains("what may be lent"), "{said}");
-    let State::Ours(parts) = &mut *service.lock() else { panic!("it is ours") };
+    let State::Ours(parts) = &mut *service.state.locked() else { panic!("it is ours") };
     for (page, reserve) in parts.each() {
         let done = lenders[page as usize].adjust(reserve, 0);
         assert!(matches!(done, Ok(None)), "the part of {page} was not tried: it would be now");
@@ -82,13 +83,13 @@ impl Own {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
         let service = PoolService::new(place.clone());
-        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let one = ONE.locked();
         let own = Self { service, dir, _one: one };
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
-        *own.service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
+        *own.service.state.locked() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
         let file_bytes = Some(16 * MIB);
         let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, ..PoolRequest::default() };
         let nodes = own.service.reserve(&request).map(|_| own.stat().nodes).unwrap_or_default();
@@ -125,7 +126,7 @@ impl Own {
 impl Drop for Own {
     fn drop(&mut self) {
         let all = LendRequest { bytes: 1 << 40, ..LendRequest::default() };
-        if let State::Ours(parts) = &mut *self.service.lock() {
+        if let State::Ours(parts) = &mut *self.service.state.locked() {
             parts.each().for_each(|(_, part)| drop(part.tend()));
         }
         let _ = self.service.lend(&all);
@@ -183,7 +184,7 @@ fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
     let Some(own) = Own::new(16) else { return };
     let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     drop(own.service.take(&all, || panic!("it is there")).expect("it is there"));
-    if let State::Ours(parts) = &mut *own.service.lock() {
+    if let State::Ours(parts) = &mut *own.service.state.locked() {
         assert_eq!(parts.of(Page::Huge).expect("it is open").tend().expect("tend"), 1);
     }
     let free = Bytes(ballast_pool::Host::default().pages(0).expect("pages").free << 21);

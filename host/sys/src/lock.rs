@@ -1,0 +1,18 @@
+//! Locking that outlives the panic of a thread which had the mutex.
+//!
+//! Before: a thread needs what a mutex guards. After: it has it, also if another thread panicked with it.
+//! Promise: one thread's panic does not become every thread's. The data may be as a death of the process leaves it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What a mutex has besides `lock`.
+pub trait Lock<T> {
+    /// Locks it, poisoned or not.
+    fn locked(&self) -> MutexGuard<'_, T>;
+}
+
+impl<T> Lock<T> for Mutex<T> {
+    fn locked(&self) -> MutexGuard<'_, T> {
+        self.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
