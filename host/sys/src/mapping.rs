@@ -17,8 +17,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 /// An owned `MAP_SHARED` mapping; unmapped when dropped.
 #[derive(Debug)]
 pub struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
+    pub(crate) base: NonNull<u8>,
+    pub(crate) len: usize,
 }
 
 // SAFETY: the mapping is memory owned by this value until drop, at a fixed address; nothing in it is thread-bound.

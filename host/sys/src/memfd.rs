@@ -28,19 +28,18 @@ pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
 /// Free `len` bytes from `offset`: the pages leave the file and return to the host. A part of a huge page that the
 /// kernel cannot split now is filled with zeros and stays (see [`is_hole`]).
 pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
-    loop {
-        match rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
-            Err(rustix::io::Errno::INTR) => {}
-            other => return Ok(other?),
-        }
-    }
+    fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
 /// Allocate `len` bytes from `offset` on before they are written; they read as zeros. On a disk, later writes then need
 /// no space.
 pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    fallocate(fd, FallocateFlags::KEEP_SIZE, offset, len)
+}
+
+fn fallocate(fd: impl AsFd, flags: FallocateFlags, offset: u64, len: u64) -> io::Result<()> {
     loop {
-        match rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len) {
+        match rustix::fs::fallocate(&fd, flags, offset, len) {
             Err(rustix::io::Errno::INTR) => {}
             other => return Ok(other?),
         }
@@ -68,29 +67,26 @@ pub fn is_memory_error(error: &io::Error) -> bool {
 
 /// Is the page at `offset` present in the file? A hole is not.
 pub fn is_present(fd: impl AsFd, offset: u64) -> io::Result<bool> {
-    match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
-        Ok(next) => Ok(next < offset + PAGE_SIZE as u64),
-        Err(rustix::io::Errno::NXIO) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
+    Ok(!is_hole(fd, offset, PAGE_SIZE as u64)?)
 }
 
 /// Is no page of this range present in the file?
 pub fn is_hole(fd: impl AsFd, offset: u64, len: u64) -> io::Result<bool> {
-    match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
-        Ok(next) => Ok(next >= offset + len),
-        Err(rustix::io::Errno::NXIO) => Ok(true),
+    Ok(data_from(fd, offset)?.is_none_or(|next| next >= offset + len))
+}
+
+/// The first present byte at or after `offset`.
+fn data_from(fd: impl AsFd, offset: u64) -> io::Result<Option<u64>> {
+    match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
+        Ok(next) => Ok(Some(next)),
+        Err(rustix::io::Errno::NXIO) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
 /// The next run of present bytes at or after `offset`, as `(start, end)`; `None` when only holes follow.
 pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
-    let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
-        Ok(start) => start,
-        Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
+    let Some(start) = data_from(&fd, offset)? else { return Ok(None) };
     Ok(Some((start, rustix::fs::seek(&fd, SeekFrom::Hole(start))?)))
 }
 
@@ -108,11 +104,7 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
         Some(bytes) if bytes >= end - offset => return Ok(Some((offset, end))),
         _ => {}
     }
-    let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
-        Ok(start) if start < end => start,
-        Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
+    let Some(start) = data_from(&fd, offset)?.filter(|start| *start < end) else { return Ok(None) };
     let stop = match cached {
         // All that was counted is from `start` on.
         Some(bytes) if bytes >= end - start => end,
