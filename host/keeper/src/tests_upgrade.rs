@@ -15,6 +15,7 @@ use ballast_handover::upgrading::Stage as Shown;
 use ballast_sys::process::Process;
 use ballast_sys::{memfd, scm};
 use ballast_testkit::program::install_script;
+use ballast_testkit::random::Random;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
@@ -31,18 +32,6 @@ use crate::tests::{LOST, attach_as, keeper_of};
 use crate::upgrading;
 use crate::vms::Vm;
 use ballast_sys::slow_fd::SlowFd;
-
-/// Random numbers of a seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-}
 
 /// What an engine does for a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -112,18 +101,6 @@ fn die(process: Process) {
         assert!(begun.elapsed() < Duration::from_secs(60), "it was not killed");
         std::thread::yield_now();
     }
-}
-
-/// What a played engine is allowed to do wrong.
-#[derive(Clone, Copy, PartialEq, Debug)]
-enum Manners {
-    Good,
-    /// It refuses a VM that it looks at.
-    Refuses,
-    /// It cannot open a VM though it said so.
-    Fails,
-    /// It does nothing.
-    Hangs,
 }
 
 /// An order at which an engine is to fail.
@@ -200,7 +177,7 @@ impl World {
         for number in 0..vms {
             world.attach(number);
         }
-        world.act_all(Manners::Good);
+        world.act_all();
         world
     }
 
@@ -249,7 +226,7 @@ impl World {
                 if what(self) {
                     return;
                 }
-                self.act(at, Manners::Good);
+                self.act(at);
             }
             self.keeper_turns();
             std::thread::yield_now();
@@ -269,10 +246,6 @@ impl World {
                 self.played.push(Played::of(engine));
             }
         }
-    }
-
-    fn is_next(&self, at: usize) -> bool {
-        self.keeper.engines.process(Who::Next) == Some(self.played[at].process)
     }
 
     /// Kill an engine and have it dead for certain; the keeper does not know yet.
@@ -348,13 +321,13 @@ impl World {
             let can = |at: &usize| !(self.played[*at].is_dead || self.played[*at].hangs);
             let busy: Vec<_> = (0..self.played.len()).filter(can).collect();
             let busy: Vec<_> = busy.into_iter().filter(|at| !self.played[*at].orders.is_empty()).collect();
-            busy.iter().for_each(|at| self.act(*at, Manners::Good));
+            busy.iter().for_each(|at| self.act(*at));
             if self.keeper.upgrades.stage().is_none() {
                 let hang = (0..self.played.len()).find(|at| self.played[*at].hangs && !self.played[*at].is_dead);
                 if let Some(at) = hang {
                     self.kill(at);
                 }
-                return self.act_all(Manners::Good);
+                return self.act_all();
             }
             let waits = self.keeper.vms.iter().any(|vm| vm.place.fenced().is_some());
             if busy.is_empty() && !waits {
@@ -364,11 +337,10 @@ impl World {
         panic!("no end: {:?}", self.keeper.upgrades.last());
     }
 
-    /// This engine carries out its next order.
-    fn act(&mut self, at: usize, manners: Manners) {
+    fn act(&mut self, at: usize) {
         self.reap();
         let me = &self.played[at];
-        if me.is_dead || me.hangs || me.orders.is_empty() || manners == Manners::Hangs {
+        if me.is_dead || me.hangs || me.orders.is_empty() {
             return;
         }
         if self.fails(at) {
@@ -395,26 +367,24 @@ impl World {
         match order {
             Order::CheckVm { seq, vm, .. } => {
                 assert!(!me.open.contains_key(&vm));
-                me.done(seq, if manners == Manners::Refuses { Err("it is too new") } else { Ok(()) });
+                me.done(seq, Ok(()));
             }
             Order::OpenVm { vm, beside, .. } => {
                 assert!(!me.open.contains_key(&vm), "it was given twice");
-                if manners == Manners::Good || manners == Manners::Refuses {
-                    let state = StateFile::open(fds.into_iter().next().expect("a state file")).expect("open");
-                    if state.engine() != Some((process.pid, process.start)) {
-                        // An engine that finds this does nothing. The keeper has just killed it.
-                        return die(process);
-                    }
-                    let other = others.get(&vm);
-                    if beside {
-                        assert!(matches!(other, None | Some(Does::Leaves)), "VM {vm}: the other engine does {other:?}");
-                        state.open_beside(process.pid, process.start);
-                        me.open.insert(vm, (state, Does::Follows));
-                    } else {
-                        assert_eq!(other, None, "VM {vm} was given to an engine while another one has it");
-                        state.take_over(process.pid, process.start, LOST).expect("taken over");
-                        me.open.insert(vm, (state, Does::All));
-                    }
+                let state = StateFile::open(fds.into_iter().next().expect("a state file")).expect("open");
+                if state.engine() != Some((process.pid, process.start)) {
+                    // An engine that finds this does nothing. The keeper has just killed it.
+                    return die(process);
+                }
+                let other = others.get(&vm);
+                if beside {
+                    assert!(matches!(other, None | Some(Does::Leaves)), "VM {vm}: the other engine does {other:?}");
+                    state.open_beside(process.pid, process.start);
+                    me.open.insert(vm, (state, Does::Follows));
+                } else {
+                    assert_eq!(other, None, "VM {vm} was given to an engine while another one has it");
+                    state.take_over(process.pid, process.start, LOST).expect("taken over");
+                    me.open.insert(vm, (state, Does::All));
                 }
             }
             Order::ServeFaults { seq, vm, .. } => {
@@ -463,16 +433,13 @@ impl World {
         }
     }
 
-    fn act_all(&mut self, of_next: Manners) {
+    fn act_all(&mut self) {
         let mut turns = 0;
         while turns < 1000 {
             self.keeper_turns();
             let is_busy = |at: &usize| !self.played[*at].orders.is_empty() && !self.played[*at].is_dead;
             let busy: Vec<usize> = (0..self.played.len()).filter(is_busy).collect();
-            for at in &busy {
-                let manners = if self.is_next(*at) { of_next } else { Manners::Good };
-                self.act(*at, manners);
-            }
+            busy.iter().for_each(|at| self.act(*at));
             // The kernel takes a moment to end whom the keeper has killed.
             if self.keeper.vms.iter().any(|vm| vm.place.fenced().is_some()) {
                 std::thread::yield_now();
@@ -483,9 +450,7 @@ impl World {
             }
             turns += 1;
         }
-        if of_next != Manners::Hangs {
-            panic!("no end: {:?}", self.keeper.upgrades.last());
-        }
+        panic!("no end: {:?}", self.keeper.upgrades.last());
     }
 
     fn begin(&mut self) {
@@ -531,48 +496,13 @@ fn every_vm_moves_to_the_engine_that_follows_and_back_again() {
     let first = world.check_end();
     for round in 1..4 {
         world.begin();
-        world.act_all(Manners::Good);
+        world.act_all();
         let now = world.keeper.upgrades.last();
         assert_eq!((now.number, now.stage, now.moved, now.checked), (round, Shown::Done, 9, 9), "{now:?}");
         assert_eq!(now.longest_gap_us, 0, "none was without an engine");
         assert_ne!(world.check_end(), first);
         assert_eq!(world.keeper.engines.restarts(), 0);
     }
-}
-
-#[test]
-fn an_engine_that_refuses_or_cannot_is_ended_and_the_other_one_has_all_vms() {
-    for (manners, why) in [(Manners::Refuses, "cannot serve VM vm-"), (Manners::Fails, "it is not open")] {
-        let mut world = World::new(6);
-        let first = world.check_end();
-        world.begin();
-        world.act_all(manners);
-        let now = world.keeper.upgrades.last().clone();
-        assert!(now.stage == Shown::Failed && now.message.contains(why), "{manners:?}: {now:?}");
-        assert_eq!(world.check_end(), first);
-        world.begin();
-        world.act_all(Manners::Good);
-        assert_eq!(world.keeper.upgrades.last().stage, Shown::Done, "after {manners:?}");
-        assert_ne!(world.check_end(), first);
-    }
-}
-
-#[test]
-fn an_engine_that_says_nothing_is_not_waited_for_for_ever() {
-    let mut world = World::new(2);
-    let first = world.check_end();
-    world.begin();
-    world.act_all(Manners::Hangs);
-    assert_eq!(world.keeper.upgrades.stage(), Some(Stage::Checking));
-    // As if that number of rounds had passed.
-    for _ in 0..30 {
-        world.keeper.upgrades.age(Duration::from_secs(1));
-        world.keeper_turns();
-    }
-    world.act_all(Manners::Good);
-    let now = world.keeper.upgrades.last();
-    assert!(now.stage == Shown::Failed && now.message.contains("in time"), "{now:?}");
-    assert_eq!(world.check_end(), first);
 }
 
 #[test]
@@ -585,12 +515,12 @@ fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
         world.attach(10 + came);
         world.keeper_turns();
         for at in 0..world.played.len() {
-            world.act(at, Manners::Good);
+            world.act(at);
         }
         turns += 1;
         assert!(turns < 300, "no end: {:?}", world.keeper.upgrades.last());
     }
-    world.act_all(Manners::Good);
+    world.act_all();
     assert_eq!(world.keeper.upgrades.last().stage, Shown::Done);
     world.check_end();
 }
@@ -604,7 +534,7 @@ fn what_a_client_waits_for_is_asked_again_when_the_move_that_broke_it_off_fails(
         world.keeper_turns();
         for at in 0..world.played.len() {
             if !rests(&world) {
-                world.act(at, Manners::Good);
+                world.act(at);
             }
         }
     }
@@ -625,7 +555,7 @@ fn what_a_client_waits_for_is_asked_again_when_the_move_that_broke_it_off_fails(
     world.played[0].done(again, Ok(()));
     world.keeper_turns();
     assert!(world.keeper.clients.numbers().is_empty());
-    world.act_all(Manners::Good);
+    world.act_all();
     world.check_end();
 }
 
@@ -642,7 +572,7 @@ fn only_one_upgrade_at_a_time_and_only_to_an_absolute_path() {
     let said = world.keeper.begin_upgrade(program).expect_err("another file has the name by now").to_string();
     assert!(said.contains("is under way"), "{said}");
     world.keeper.begin_upgrade("/other/ballastd".into()).expect_err("one is under way");
-    world.act_all(Manners::Good);
+    world.act_all();
     world.check_end();
 }
 
@@ -651,7 +581,7 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
     let mut ends = BTreeMap::new();
     for seed in 1..=120 {
         println!("seed {seed}");
-        let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed) | 1);
+        let mut random = Random(seed);
         let mut world = World::new(1 + random.below(6) as usize);
         world.begin();
         for vm in world.keeper.vms.iter() {
@@ -693,11 +623,11 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
                 }
                 _ => {
                     let at = random.below(world.played.len() as u64) as usize;
-                    world.act(at, Manners::Good);
+                    world.act(at);
                 }
             }
         }
-        world.act_all(Manners::Good);
+        world.act_all();
         world.check_end();
         *ends.entry(format!("{:?}", world.keeper.upgrades.last().stage)).or_insert(0) += 1;
     }
@@ -720,17 +650,17 @@ fn comes_back_while_it_is_opened(rigid: bool, opened: bool) {
     });
     // The keeper does not hear what it says until the VM is back.
     while opened && world.played[1].orders.iter().any(|(order, _)| matches!(order, Order::Tell { .. })) {
-        world.act(1, Manners::Good);
+        world.act(1);
     }
     let mut gone = world.cut(id);
     while let Err(later) = world.come_back(gone) {
         gone = later;
         world.keeper_turns();
         for at in 0..2 {
-            world.act(at, Manners::Good);
+            world.act(at);
         }
     }
-    world.act_all(Manners::Good);
+    world.act_all();
     let now = world.keeper.upgrades.last();
     assert_eq!((now.stage, now.message.as_str()), (Shown::Done, ""), "rigid {rigid}, opened {opened}: {now:?}");
     assert_ne!(world.check_end(), first);
@@ -757,9 +687,9 @@ fn a_vm_of_two_engines_that_ends_while_it_waits_for_the_end_of_one_is_closed_by_
         world.keeper.upgrade_fails("test");
         waited |= world.vm(0).place.fenced().is_some();
         world.keeper.close_vm(id);
-        world.act_all(Manners::Good);
+        world.act_all();
         world.until(|world| world.keeper.vms.closing().next().is_none());
-        world.act_all(Manners::Good);
+        world.act_all();
         assert_eq!(world.check_end(), 0);
         if waited {
             return;
@@ -782,7 +712,7 @@ fn a_vm_that_is_refused_and_gone_by_then_or_another_one_does_not_fail_the_upgrad
             assert!(world.come_back(gone).is_ok(), "it need not wait");
         }
         world.played[1].done(seq, Err("its memory was freed"));
-        world.act_all(Manners::Good);
+        world.act_all();
         assert_eq!(world.keeper.upgrades.last().stage, Shown::Done, "{:?}", world.keeper.upgrades.last());
         assert_ne!(world.check_end(), first);
     }
@@ -820,7 +750,19 @@ fn whichever_engine_fails_at_whatever_order_one_has_all_vms_in_the_end() {
                     }
                     // Neither is left; or it is the old one, which hung, and its silence ended it.
                     (0, ..) => assert!(now.stage == Shown::Failed && end > 1, "{case}: {now:?}"),
-                    _ => assert!(now.stage == Shown::Failed && end == first, "{case}: {now:?}"),
+                    _ => {
+                        let why = match (kind, how) {
+                            (Kind::Check, How::Refuses) => "cannot serve VM vm-",
+                            (_, How::Hangs) => "in time",
+                            _ => "",
+                        };
+                        assert!(now.stage == Shown::Failed && now.message.contains(why), "{case}: {now:?}");
+                        assert_eq!(end, first, "{case}");
+                        world.begin();
+                        world.act_all();
+                        assert_eq!(world.keeper.upgrades.last().stage, Shown::Done, "after {case}");
+                        assert_ne!(world.check_end(), first);
+                    }
                 }
             }
         }
@@ -846,14 +788,14 @@ fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
                 // Its message may not fit into the socket; then there would be nothing to wait for.
                 let order = world.played[at].orders.first();
                 if at == 0 || order.is_some_and(|(order, _)| !matches!(order, Order::Serve)) {
-                    world.act(at, Manners::Good);
+                    world.act(at);
                 }
             }
             world.keeper.upgrades.age(Duration::from_secs(1));
         }
         stop.store(true, Ordering::Relaxed);
     });
-    world.act_all(Manners::Good);
+    world.act_all();
     assert_eq!(world.keeper.upgrades.last().stage, Shown::Failed);
     assert_eq!(world.check_end(), 0);
 }
@@ -890,7 +832,7 @@ fn a_keeper_does_not_become_a_program_whose_engines_do_not_come_to_serve() {
     let now = world.keeper.upgrades.last().clone();
     assert!(world.keeper.replacing.is_none() && now.stage == Shown::Done, "{now:?}");
     assert_eq!(now.keeper, Some(Err("engines of it do not come to serve".into())));
-    world.act_all(Manners::Good);
+    world.act_all();
     world.check_end();
 }
 
