@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 
-use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason};
+use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot};
 use ballast_api::{
-    AdoptRequest, AdoptResult, AgeBucket, Client, DecisionRecord, EngineTime, Event, FaultCounts, HeatCell, HostStat,
-    Latency, LendRequest, PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat,
-    UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, AgeBucket, Client, DecisionRecord, EngineTime, Event, FaultCounts, HeatCell, History,
+    HostStat, KeptVm, Latency, LendRequest, PlanRequest, PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest,
+    PoolStat, PoolVm, RegionStat, UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
 use ballast_daemon::http::{Backend, ChangeError, Gate, Histogram, PeerPolicy, serve};
@@ -137,8 +137,29 @@ impl Backend for Canned {
     fn event_counts(&self) -> BTreeMap<String, u64> {
         BTreeMap::new()
     }
+    fn kept(&self) -> anyhow::Result<Vec<KeptVm>> {
+        Ok(Vec::new())
+    }
+    fn forget(&self, _: &str) -> anyhow::Result<Vec<KeptVm>> {
+        Ok(Vec::new())
+    }
+    fn host_history(&self, _: u64) -> History {
+        History::default()
+    }
+    fn vm_history(&self, _: &str, _: u64) -> Option<History> {
+        None
+    }
     fn fault_histogram(&self, _: &str) -> Option<Histogram> {
         None
+    }
+    fn snapshot(&self) -> Snapshot {
+        Snapshot::default()
+    }
+    fn put_plan(&self, _: PlanRequest) -> anyhow::Result<Plan> {
+        anyhow::bail!("no program decides here")
+    }
+    fn release(&self, _: &str, _: bool) -> Result<VmStat, ChangeError> {
+        Err(ChangeError::NotFound)
     }
     fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
         Vec::new()

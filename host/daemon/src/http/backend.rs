@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::bail;
 use ballast_api::{
     AdoptRequest, AdoptResult, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest, PlanRequest, PolicyPatch,
     PolicyStat, PoolRequest, PoolStat, UpgradeStat, VmHeat, VmPatch, VmStat,
@@ -32,13 +31,9 @@ pub trait Backend: Send + Sync + 'static {
     /// Restores all of a VM and keeps it in memory, or ends that. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// What is kept of VMs for the next time that they attach.
-    fn kept(&self) -> anyhow::Result<Vec<KeptVm>> {
-        Ok(Vec::new())
-    }
+    fn kept(&self) -> anyhow::Result<Vec<KeptVm>>;
     /// Forget what is kept of VMs of this name or UUID. Returns it.
-    fn forget(&self, _vm: &str) -> anyhow::Result<Vec<KeptVm>> {
-        Ok(Vec::new())
-    }
+    fn forget(&self, vm: &str) -> anyhow::Result<Vec<KeptVm>>;
     /// The host and Ballast.
     fn host(&self) -> HostStat;
     /// Recent events after this number, oldest first; with decisions of the policy, if requested.
@@ -48,69 +43,39 @@ pub trait Backend: Send + Sync + 'static {
     /// Number of events of each kind.
     fn event_counts(&self) -> BTreeMap<String, u64>;
     /// The last minutes of the host.
-    fn host_history(&self, _minutes: u64) -> History {
-        History::default()
-    }
+    fn host_history(&self, minutes: u64) -> History;
     /// The last minutes of a VM; `None` if there is no such VM.
-    fn vm_history(&self, _name: &str, _minutes: u64) -> Option<History> {
-        None
-    }
+    fn vm_history(&self, name: &str, minutes: u64) -> Option<History>;
     /// Latencies of a VM's faults, for the metrics page.
     fn fault_histogram(&self, name: &str) -> Option<Histogram>;
     /// The stages of restores of all VMs, by name.
     fn stage_histograms(&self) -> Vec<(&'static str, Histogram)>;
     /// The input of policies.
-    fn snapshot(&self) -> Snapshot {
-        Snapshot::default()
-    }
+    fn snapshot(&self) -> Snapshot;
     /// The plan that the policy in force, or this one, would make now.
-    fn plan(&self, _policy: Option<Kind>) -> anyhow::Result<Plan> {
-        bail!("there is no governor here")
-    }
+    fn plan(&self, policy: Option<Kind>) -> anyhow::Result<Plan>;
     /// Decide in place of the policy for a while. Returns the plan as it was understood.
-    fn put_plan(&self, _request: PlanRequest) -> anyhow::Result<Plan> {
-        bail!("there is no governor here")
-    }
+    fn put_plan(&self, request: PlanRequest) -> anyhow::Result<Plan>;
     /// The state of the governor.
-    fn policy(&self) -> PolicyStat {
-        PolicyStat::default()
-    }
+    fn policy(&self) -> PolicyStat;
     /// Change it. Returns its state after the change.
-    fn patch_policy(&self, _patch: &PolicyPatch) -> anyhow::Result<PolicyStat> {
-        bail!("there is no governor here")
-    }
+    fn patch_policy(&self, patch: &PolicyPatch) -> anyhow::Result<PolicyStat>;
     /// The last decisions about a VM, oldest first; `None` if there is no such VM.
-    fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
-        None
-    }
+    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>>;
     /// Adopt VMs that run already. Returns those that were not adopted before.
-    fn adopt(&self, _request: &AdoptRequest) -> anyhow::Result<AdoptResult> {
-        bail!("VMs cannot be adopted here")
-    }
+    fn adopt(&self, request: &AdoptRequest) -> anyhow::Result<AdoptResult>;
     /// Releases one, on request once its memory is restored. Returns its state now.
-    fn release(&self, _name: &str, _bring_back: bool) -> Result<VmStat, ChangeError> {
-        Err(ChangeError::NotFound)
-    }
+    fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ChangeError>;
     /// The state of the last one.
-    fn upgrade(&self) -> UpgradeStat {
-        UpgradeStat::default()
-    }
+    fn upgrade(&self) -> UpgradeStat;
     /// Begin one to this program, or to the one that engines are started from. Returns the state.
-    fn begin_upgrade(&self, _program: Option<String>) -> anyhow::Result<UpgradeStat> {
-        bail!("there is no keeper here")
-    }
+    fn begin_upgrade(&self, program: Option<String>) -> anyhow::Result<UpgradeStat>;
     /// The pool.
-    fn pool(&self) -> PoolStat {
-        PoolStat::default()
-    }
+    fn pool(&self) -> PoolStat;
     /// Reserve memory for it. Returns the pool after the change.
-    fn reserve_pool(&self, _request: &PoolRequest) -> anyhow::Result<PoolStat> {
-        bail!("there is no pool here")
-    }
+    fn reserve_pool(&self, request: &PoolRequest) -> anyhow::Result<PoolStat>;
     /// Lend some of it, or take it back. Returns the pool after the change.
-    fn lend_pool(&self, _request: &LendRequest) -> anyhow::Result<PoolStat> {
-        bail!("there is no pool here")
-    }
+    fn lend_pool(&self, request: &LendRequest) -> anyhow::Result<PoolStat>;
 }
 
 /// Why a VM was not changed. Caused by the operator.
