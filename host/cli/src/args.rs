@@ -126,7 +126,7 @@ pub enum VmCommand {
         all: bool,
         /// The limit with its unit, such as 512M or 2GiB, or none
         #[arg(value_name = "BYTES|none")]
-        limit: LimitArg,
+        limit: Word<Bytes>,
     },
     /// Restore all of a VM and keep it in memory, whatever its limit: before a core dump
     Restore {
@@ -171,19 +171,19 @@ pub struct SetArgs {
     /// The VM's name
     pub name: String,
     /// guaranteed (all its memory is reserved), burstable, besteffort (low shares), or none for the default
-    #[arg(long, value_name = "CLASS|none", value_parser = or_none::<VmClass>)]
+    #[arg(long, value_name = "CLASS|none")]
     pub class: Option<Word<VmClass>>,
     /// DRAM that is never taken, such as 512M, or none
     #[arg(long, value_name = "BYTES|none")]
-    pub reservation: Option<LimitArg>,
+    pub reservation: Option<Word<Bytes>>,
     /// DRAM that is taken only when every VM is down to its own protected DRAM, or none
     #[arg(long, value_name = "BYTES|none")]
-    pub protect: Option<LimitArg>,
+    pub protect: Option<Word<Bytes>>,
     /// Weight: low (500), normal (1000), high (2000) or a number; 0 means hands off; none for the default
     #[arg(long, value_name = "SHARES|none", value_parser = shares)]
     pub shares: Option<Word<u32>>,
     /// Memory wanted beyond the working set, in percent of it, or none
-    #[arg(long, value_name = "PERCENT|none", value_parser = or_none::<u32>)]
+    #[arg(long, value_name = "PERCENT|none")]
     pub headroom: Option<Word<u32>>,
 }
 
@@ -191,11 +191,15 @@ pub struct SetArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word<T>(pub Option<T>);
 
-fn or_none<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<Word<T>, Invalid> {
-    if text.eq_ignore_ascii_case("none") {
-        return Ok(Word(None));
+impl<T: FromStr<Err: std::fmt::Display>> FromStr for Word<T> {
+    type Err = Invalid;
+
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        if text.eq_ignore_ascii_case("none") {
+            return Ok(Self(None));
+        }
+        text.parse().map(|value| Self(Some(value))).map_err(|error: T::Err| error.to_string().into())
     }
-    text.parse().map(|value| Word(Some(value))).map_err(|error: T::Err| error.to_string().into())
 }
 
 fn shares(text: &str) -> Result<Word<u32>, Invalid> {
@@ -203,7 +207,7 @@ fn shares(text: &str) -> Result<Word<u32>, Invalid> {
         "low" => LOW_SHARES,
         "normal" => NORMAL_SHARES,
         "high" => HIGH_SHARES,
-        _ => return or_none(text).map_err(|_| "write low, normal, high, a number from 0 to 100000, or none".into()),
+        _ => return text.parse().map_err(|_| "write low, normal, high, a number from 0 to 100000, or none".into()),
     })))
 }
 
@@ -220,7 +224,7 @@ pub enum PolicyCommand {
         tick_ms: Option<u64>,
         /// DRAM for all guests together, or none: as much as the host can spare
         #[arg(long, value_name = "BYTES|none")]
-        budget: Option<LimitArg>,
+        budget: Option<Word<Bytes>>,
         /// pressure: the share of time a VM may stall, 0 to 1
         #[arg(long)]
         threshold: Option<f64>,
@@ -315,18 +319,6 @@ fn interval(text: &str) -> Result<Duration, Invalid> {
     }
 }
 
-/// A limit as typed: a size, or `none` to remove it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LimitArg(pub Option<Bytes>);
-
-impl FromStr for LimitArg {
-    type Err = ballast_base::units::ParseBytesError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text.eq_ignore_ascii_case("none") { Ok(Self(None)) } else { text.parse().map(|bytes| Self(Some(bytes))) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -339,9 +331,9 @@ mod tests {
 
     #[test]
     fn a_limit_is_a_size_with_a_unit_or_none() {
-        assert_eq!("none".parse(), Ok(LimitArg(None)));
-        assert_eq!("1G".parse(), Ok(LimitArg(Some(Bytes(ballast_base::GIB)))));
-        assert!("512".parse::<LimitArg>().expect_err("no unit").to_string().contains("unit"));
+        assert_eq!("none".parse(), Ok(Word::<Bytes>(None)));
+        assert_eq!("1G".parse(), Ok(Word(Some(Bytes(ballast_base::GIB)))));
+        assert!("512".parse::<Word<Bytes>>().expect_err("no unit").to_string().contains("unit"));
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Exit codes, and the code of each error.
 
-use std::fmt;
 use std::process::ExitCode;
 
 use ballast_api::ClientError;
@@ -30,22 +29,14 @@ impl From<Exit> for ExitCode {
 }
 
 /// An error that ends the command with a code other than 1.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub struct Coded {
     pub exit: Exit,
     /// The failure and the advice.
     pub message: String,
 }
 
-impl fmt::Display for Coded {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for Coded {}
-
-/// The exit code of an error.
 pub fn code_of(error: &anyhow::Error) -> Exit {
     for cause in error.chain() {
         if let Some(coded) = cause.downcast_ref::<Coded>() {

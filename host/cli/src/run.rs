@@ -5,11 +5,9 @@
 //! not asked for (`--agent`, `--balloon`, `--tiers`). Without an option the command line is unchanged, but for one more
 //! monitor of QEMU at its end, for the preload library alone. A QEMU that is only asked what it can do gets none.
 
-mod agent_port;
 mod command_line;
 mod ends;
 mod free_pages;
-mod monitor;
 mod options;
 mod shared;
 mod stand_in;
@@ -28,10 +26,9 @@ use ballast_base::wire::{check_name, shown_name};
 use ballast_base::{Bytes, HUGE_SIZE, Invalid, PAGE_SIZE};
 use ballast_sys::memfd;
 
-use agent_port::AgentPort;
 use command_line::{Backing, Edit, PINNED, inspect};
+use ends::Ends;
 use free_pages::{Reporting, reporting};
-use monitor::Monitor;
 use options::{is_probe, is_without_machine, options};
 use tiers::Tiers;
 
@@ -107,9 +104,9 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             crate::show::say(note);
         }
         apply(&mut rest, plan.edits);
-        monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
+        monitor = Some(Ends::new().context("Making a monitor for QEMU")?);
         if args.agent {
-            agent = Some(AgentPort::new().context("Making a port for the agent")?);
+            agent = Some(Ends::new().context("Making a port for the agent")?);
         }
         match free_pages(&args, &args.command[qemu].to_string_lossy(), &words, plan.is_pinned)? {
             Reporting::Add(edits) => apply(&mut rest, edits.into()),
@@ -134,11 +131,11 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let mut command = Command::new(&program);
     command.args(&before[1..]).args(&rest);
     if let Some(monitor) = &monitor {
-        monitor.give(&mut command);
+        monitor.give_monitor(&mut command);
     }
     // Without `--agent`, an operator may have named the socket of a port of QEMU's own.
     if let Some(agent) = &agent {
-        agent.give(&mut command);
+        agent.give_agent_port(&mut command);
     }
     command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
     // Without one, the library in QEMU reads the name that QEMU has.

@@ -1,12 +1,16 @@
-//! A socket between QEMU and the preload library in it, without a name: one end for each.
+//! Sockets without a name between QEMU and the preload library in it: for a monitor, which the library asks for
+//! guest-physical addresses (`vmm/preload/src/guest.rs`), and for the port of the agent in the guest
+//! (`vmm/preload/src/agent.rs`), which the library's client gives to each engine.
 //!
-//! Before: QEMU is about to take this process's place. After: it has both ends, by their numbers.
-//! Promise: no other process can be at either end.
+//! Before: QEMU is about to take this process's place. After: it has both ends of each, by their numbers.
+//! Promise: no other process can be at either end, in whatever namespaces QEMU runs.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 
+use ballast_messages::PORT;
 use rustix::io::FdFlags;
 
 /// Both ends of a socket; they outlive `exec`.
@@ -26,8 +30,22 @@ impl Ends {
         Ok(ends)
     }
 
-    /// The numbers of the library's end and of QEMU's.
-    pub fn numbers(&self) -> (RawFd, RawFd) {
-        (self.library.as_raw_fd(), self.qemu.as_raw_fd())
+    /// Pass both ends of a monitor to the program that this process becomes.
+    pub fn give_monitor(&self, command: &mut Command) {
+        self.give(command, "ballast-monitor", "BALLAST_MONITOR");
+        command.args(["-mon", "chardev=ballast-monitor,mode=control"]);
+    }
+
+    /// Pass both ends of a port for the agent.
+    pub fn give_agent_port(&self, command: &mut Command) {
+        self.give(command, "ballast-agent", "BALLAST_AGENT");
+        command.args(["-device", "virtio-serial-pci,id=ballast-serial", "-device"]);
+        command.arg(format!("virtserialport,bus=ballast-serial.0,chardev=ballast-agent,name={PORT}"));
+    }
+
+    fn give(&self, command: &mut Command, id: &str, variable: &str) {
+        let (library, qemu) = (self.library.as_raw_fd(), self.qemu.as_raw_fd());
+        command.arg("-chardev").arg(format!("socket,id={id},fd={qemu}"));
+        command.env(variable, format!("{library},{qemu}"));
     }
 }
