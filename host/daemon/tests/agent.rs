@@ -23,16 +23,13 @@ use common::agent::{
     Fake, HIGH, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved, run, seen,
 };
 use common::guest::Guest;
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{BUSY, Daemon, QUICK, until};
 
 #[test]
 fn memory_that_the_guest_reports_cold_goes_first() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "told");
@@ -78,11 +75,8 @@ fn memory_that_the_guest_reports_cold_goes_first() {
 
 #[test]
 fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let neighbour = Guest::start(&daemon, "neighbour", BUSY);
     let port = Port::new();
     let ram = Ram::new(PAGES);
@@ -187,11 +181,8 @@ fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
 
 #[test]
 fn reports_of_hot_memory_as_cold_are_ignored() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "liar");
@@ -227,10 +218,7 @@ fn reports_of_hot_memory_as_cold_are_ignored() {
 
 #[test]
 fn a_port_where_other_users_may_be_first_is_not_used_and_the_log_has_the_reason() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let (port, ram) = (Port::new(), Ram::new(16));
     let open = std::fs::Permissions::from_mode(0o755);
     std::fs::set_permissions(port.dir.path(), open).expect("chmod");
@@ -244,10 +232,7 @@ fn a_port_where_other_users_may_be_first_is_not_used_and_the_log_has_the_reason(
 
 #[test]
 fn a_port_without_a_name_is_given_to_each_engine_in_turn() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let (ours, guest) = UnixStream::pair().expect("a pair");
     let ram = Ram::new(16);
     let _client = ram.vm(&daemon, "pair").agent_port(AgentPort::Connected(ours.into())).attach().expect("attach");
@@ -264,11 +249,8 @@ fn a_port_without_a_name_is_given_to_each_engine_in_turn() {
 
 #[test]
 fn an_agent_is_told_how_much_to_hold_and_so_it_is_by_the_next_engine() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let client = attach(&daemon, &port, &ram, "guest");
@@ -301,11 +283,8 @@ fn an_agent_is_told_how_much_to_hold_and_so_it_is_by_the_next_engine() {
 
 #[test]
 fn an_agent_tunes_its_kernel_while_restores_for_its_services_matter() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "tuned");

@@ -19,7 +19,7 @@ use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, NONCES, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved, run,
 };
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, QUICK, until};
 
 const WORDS: usize = PAGE_SIZE / 8;
@@ -73,11 +73,8 @@ fn all_cold(kind: Kind) -> Vec<Run> {
 
 #[test]
 fn a_guest_that_reports_all_of_its_memory_as_free_while_it_writes_loses_no_byte() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
@@ -112,11 +109,8 @@ fn a_guest_that_reports_all_of_its_memory_as_free_while_it_writes_loses_no_byte(
 
 #[test]
 fn a_guest_that_reports_all_of_its_memory_as_its_kernels_is_held_to_its_limit() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-kernel");
@@ -163,11 +157,8 @@ fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
 
 #[test]
 fn random_and_repeated_messages_are_counted_and_lose_no_byte() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "random");
@@ -215,12 +206,9 @@ fn random_and_repeated_messages_are_counted_and_lose_no_byte() {
 
 #[test]
 fn a_guest_with_a_new_node_in_each_message_and_impossible_numbers_fills_no_table() {
-    if no_uffd() {
-        return;
-    }
     let _one = one_at_a_time();
     // A policy asks for a balloon in each node that it knows.
-    let daemon = Daemon::start(&format!("{QUICK}[policy]\nname = \"gain\"\n"));
+    let Some(daemon) = Daemon::with_uffd(&format!("{QUICK}[policy]\nname = \"gain\"\n")) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let _client = attach(&daemon, &port, &ram, "nodes");

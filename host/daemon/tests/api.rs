@@ -84,11 +84,8 @@ fn body_of(id: &str) -> &'static str {
 
 #[test]
 fn a_real_daemon_answers_each_operation_as_its_document_says() {
-    if common::raw::no_uffd() {
-        return;
-    }
     let policy = "[policy]\nname = \"maestro\"\nbudget = \"80M\"\n";
-    let daemon = Daemon::start(&format!("quarantine_ms = 5\nheat.track = true\n{policy}"));
+    let Some(daemon) = Daemon::with_uffd(&format!("quarantine_ms = 5\nheat.track = true\n{policy}")) else { return };
     let guest = Guest::start(&daemon, "web", "--workload hotset --ram 32M --limit 16M");
     common::until("it is decided about and has a past", || {
         let decided = daemon.api.decisions("web").is_ok_and(|list| !list.is_empty());

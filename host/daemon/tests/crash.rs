@@ -123,11 +123,8 @@ fn is_running(pid: u32) -> bool {
 
 #[test]
 fn a_vmm_that_unmaps_ram_unannounced_loses_the_limit_but_no_byte_of_the_rest() {
-    if common::raw::no_uffd() {
-        return;
-    }
     const PAGES: u64 = 2048;
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let (kept, gone) = (Ram::new(PAGES), Ram::new(PAGES));
     [&kept, &gone].into_iter().for_each(Ram::mark);
     let _client = gone.join(kept.vm(&daemon, "careless").limit(1 << 20)).attach().expect("attach");
@@ -146,11 +143,8 @@ fn a_vmm_that_unmaps_ram_unannounced_loses_the_limit_but_no_byte_of_the_rest() {
 
 #[test]
 fn all_pinned_memory_is_resident_when_the_answer_comes() {
-    if common::raw::no_uffd() {
-        return;
-    }
     const PAGES: u64 = 4096;
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let ram = Ram::new(PAGES);
     ram.mark();
     let client = ram.vm(&daemon, "pinned").limit(1 << 20).attach().expect("attach");

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use ballast_base::PAGE_SIZE;
 use ballast_sys::Mapping;
 use ballast_testkit::skip;
-use common::raw::{Ram, files, no_uffd, open};
+use common::raw::{Ram, files, open};
 use common::{Daemon, until};
 use rustix::process::Signal;
 
@@ -55,8 +55,8 @@ struct Rig {
     _clients: Vec<ballast_client::Client>,
 }
 
-fn rig() -> Rig {
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+fn rig() -> Option<Rig> {
+    let daemon = Daemon::with_uffd("quarantine_ms = 5\n")?;
     let (ram, calm) = (Ram::new(PAGES), Ram::new(PAGES));
     ram.mark();
     calm.mark();
@@ -66,15 +66,10 @@ fn rig() -> Rig {
     let [state, arena] = ["ballast-state", "ballast-store"].map(|name| files(engine, name)[0].clone());
     let second = calm.vm(&daemon, "calm").limit(LIMIT).attach().expect("attach");
     until("most pages are far", || daemon.api.vm("calm").is_ok_and(|vm| vm.far_bytes > (PAGES - 600) * 4096));
-    Rig { daemon, ram, calm, state, arena, engine, _clients: vec![first, second] }
+    Some(Rig { daemon, ram, calm, state, arena, engine, _clients: vec![first, second] })
 }
 
 impl Rig {
-    fn events(&self, kind: &str) -> Vec<String> {
-        let events = self.daemon.api.events().expect("events");
-        events.into_iter().filter(|event| event.kind == kind).map(|event| event.message).collect()
-    }
-
     /// One engine served both VMs all the time; the other VM has all its bytes, also with the next engine, which finds
     /// the first VM as it was left.
     fn check_the_rest(&self, lost_before: u64) {
@@ -89,10 +84,7 @@ impl Rig {
 
 #[test]
 fn a_memory_error_in_a_vms_words_costs_what_only_they_knew_and_no_other_vm() {
-    if no_uffd() {
-        return;
-    }
-    let rig = rig();
+    let Some(rig) = rig() else { return };
     let state = open(&rig.state);
     let size = state.metadata().expect("stat").len();
     if !fail(&rig.state, size - PAGE_SIZE as u64) {
@@ -104,10 +96,10 @@ fn a_memory_error_in_a_vms_words_costs_what_only_they_knew_and_no_other_vm() {
     assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
     assert_eq!(rig.ram.lost(known), 0, "{}", rig.daemon.log());
     // Its faults are served before that is reported.
-    until("it is said that it was recovered", || !rig.events("memory-mended").is_empty());
-    assert_eq!(rig.events("memory-mended").len(), 1, "{}", rig.daemon.log());
-    let said = rig.events("memory-error");
-    assert!(said.iter().any(|said| said.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
+    until("it is said that it was recovered", || !rig.daemon.events("memory-mended").is_empty());
+    assert_eq!(rig.daemon.events("memory-mended").len(), 1, "{}", rig.daemon.log());
+    let said = rig.daemon.events("memory-error");
+    assert!(said.iter().any(|said| said.message.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
     // It continues: touched pages are evicted and restored as before.
     assert_eq!(rig.daemon.vm("hit").limit_bytes, Some(LIMIT));
     until("it is held to its limit again", || {
@@ -120,9 +112,6 @@ fn a_memory_error_in_a_vms_words_costs_what_only_they_knew_and_no_other_vm() {
 
 #[test]
 fn a_memory_error_in_an_arena_or_a_header_costs_its_content_and_no_other_vm() {
-    if no_uffd() {
-        return;
-    }
     let slabs_start = |path: &str| {
         // A table entry of 128 bytes and 64 KiB for each slab.
         let size = open(path).metadata().expect("stat").len();
@@ -131,7 +120,7 @@ fn a_memory_error_in_an_arena_or_a_header_costs_its_content_and_no_other_vm() {
     // The failing part, and the most pages that it can cost.
     for (what, most) in [("blobs", 300), ("table", 32 * 960), ("arena header", 0), ("state header", 0), ("counters", 0)]
     {
-        let rig = rig();
+        let Some(rig) = rig() else { return };
         let (path, offset) = match what {
             "blobs" => (&rig.arena, slabs_start(&rig.arena).next_multiple_of(64 * 1024)),
             "table" => (&rig.arena, 4096),

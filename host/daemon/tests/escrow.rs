@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 
 use common::guest::Guest;
-use common::raw::{files, no_uffd, open};
+use common::raw::{files, open};
 use common::{Daemon, until};
 
 /// More pages are far than resident.
@@ -48,10 +48,7 @@ fn are_emptied(daemon: &Daemon, [arena, state]: &[File; 2]) {
 
 #[test]
 fn a_process_that_keeps_its_escrow_but_not_its_ram_keeps_no_memory() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let (guest, files) = squeezed(&daemon);
     drop(guest);
     are_emptied(&daemon, &files);
@@ -59,10 +56,7 @@ fn a_process_that_keeps_its_escrow_but_not_its_ram_keeps_no_memory() {
 
 #[test]
 fn a_process_that_keeps_its_escrow_and_its_ram_has_the_pages_only_in_the_ram() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let (guest, files) = squeezed(&daemon);
     let ram = kept(guest.pid(), "ballast-testvm-ram");
     assert!(!ram.is_empty());

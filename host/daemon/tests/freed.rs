@@ -4,17 +4,14 @@ mod common;
 
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_client::Client;
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, until};
 
 const UNITS: u64 = 4;
 
 #[test]
 fn a_unit_freed_page_by_page_needs_few_messages_and_all_of_it_reads_zeros() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 20\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 20\n") else { return };
     let ram = Ram::new(UNITS * PAGES_PER_UNIT);
     ram.mark();
     let client = ram.vm(&daemon, "freed").attach().expect("attach");

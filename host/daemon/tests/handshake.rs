@@ -7,7 +7,6 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ballast_api::{LimitsPatch, VmStatus};
@@ -52,10 +51,7 @@ fn region(at: u64, extents: &[Extent]) -> RegionInfo {
 
 #[test]
 fn impossible_extents_are_refused_by_name_and_the_keeper_continues() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(16));
     let client = RawClient::new(&daemon.attach_socket(), "web");
     let at = a.info().span.hva.0;
@@ -111,10 +107,7 @@ fn impossible_extents_are_refused_by_name_and_the_keeper_continues() {
 
 #[test]
 fn two_vms_may_have_parts_of_one_file_and_neither_may_have_a_page_of_the_other() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let ram = Ram::new(48);
     let at = ram.info().span.hva.0;
     let part = |first: u64, pages: u64| region(at + first * 4096, &[extent(0, first, pages)]);
@@ -191,12 +184,11 @@ fn zoo(escrow: &[OwnedFd]) -> Vec<OwnedFd> {
 
 #[test]
 fn random_messages_do_not_stop_the_keeper_and_leave_nothing_open() {
-    if no_uffd() {
-        return;
-    }
     // With file stores where possible, so that their files are among the descriptors.
     let dir = std::env::temp_dir();
-    let daemon = Daemon::start(&format!("[spill]\ndir = \"{}\"\nbudget = \"64M\"\n", dir.display()));
+    let Some(daemon) = Daemon::with_uffd(&format!("[spill]\ndir = \"{}\"\nbudget = \"64M\"\n", dir.display())) else {
+        return;
+    };
     let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
     let ram = Ram::new(64);
     let mut good = attached(&daemon, "good", &[&ram]);
@@ -270,10 +262,7 @@ fn random_messages_do_not_stop_the_keeper_and_leave_nothing_open() {
 
 #[test]
 fn wrong_too_many_or_duplicate_userfaultfds_are_refused() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let before = descriptors(daemon.keeper_pid());
     let ram = Ram::new(16);
     let of = |uffds: Vec<Uffd>| {
@@ -302,14 +291,8 @@ fn wrong_too_many_or_duplicate_userfaultfds_are_refused() {
     for (shards, count) in [(3, 2), (1, 2)] {
         let client = of(made(count));
         let message = wire::Attach { shards, ..client.message(vec![ram.info()]) };
-        let socket = connect(&daemon.attach_socket()).expect("connect");
-        let bytes = wire::encode(&ClientToKeeper::Attach(message));
-        scm::send(&socket, &bytes, &client.descriptors(&[&ram])).expect("send");
-        let answer = hear(&socket).map(|(answer, _)| answer);
-        assert!(
-            matches!(&answer, Some(KeeperToClient::Refused(why)) if why.contains("descriptors came")),
-            "{answer:?}"
-        );
+        let answer = say(&daemon, &client, message, &[&ram]);
+        assert!(matches!(&answer, KeeperToClient::Refused(why) if why.contains("descriptors came")), "{answer:?}");
     }
     let mut most = of(made(MAX_SHARDS));
     assert!(attaches(&mut most, &[&ram]), "{}", daemon.log());
@@ -320,14 +303,9 @@ fn wrong_too_many_or_duplicate_userfaultfds_are_refused() {
 
 #[test]
 fn a_client_that_returns_with_its_userfaultfds_reordered_loses_only_its_limit() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let ram = Ram::new(16 << 10);
-    for page in 0..16 << 10 {
-        ram.map.words(page * 4096, 1)[0].store(page as u64 + 1, Ordering::Relaxed);
-    }
+    ram.mark();
     let mut client = RawClient::new(&daemon.attach_socket(), "confused");
     client.uffds.push(userfaultfd());
     assert!(attaches(&mut client, &[&ram]), "{}", daemon.log());
@@ -346,10 +324,7 @@ fn a_client_that_returns_with_its_userfaultfds_reordered_loses_only_its_limit() 
 
 #[test]
 fn a_client_that_does_not_read_is_answered_in_turn_and_hung_up_on_for_garbage() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let ram = Ram::new(16);
     let greedy = attached(&daemon, "greedy", &[&ram]);
     for _ in 0..50 {
@@ -369,10 +344,7 @@ fn a_client_that_does_not_read_is_answered_in_turn_and_hung_up_on_for_garbage() 
 
 #[test]
 fn a_vmm_that_plugs_ram_too_often_is_refused_each_time_and_never_hung_up_on() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let (ram, plugged) = (Ram::new(16), Ram::new(16));
     let vmm = attached(&daemon, "web", &[&ram]);
     let plug = || vmm.ask(&add(plugged.info()), &[plugged.fd.as_fd()]);
@@ -406,10 +378,7 @@ fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
 
 #[test]
 fn a_vm_whose_name_was_taken_without_a_keeper_returns_under_another_name() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("");
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (ram, other) = (Ram::new(16), Ram::new(32));
     let mut first = attached(&daemon, "web", &[&ram]);
     let id = daemon.vm("web").id;
@@ -538,10 +507,7 @@ fn second_process() {
 
 #[test]
 fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(512), Ram::new(512));
     let _vmm = attached(&daemon, "web", &[&a, &b]);
     daemon.api.set_limit("web", Some(4 << 20)).expect("the limit");
@@ -558,10 +524,7 @@ fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
 
 #[test]
 fn ram_unplugged_by_one_process_is_gone_when_the_other_one_that_had_it_ends() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let vmm = attached(&daemon, "web", &[&a, &b]);
     let mut second = Second::start(&daemon, "web", &b);
@@ -593,10 +556,7 @@ fn one_limit_for_many_unknown_vms_is_answered_within_the_time_of_a_request() {
 
 #[test]
 fn a_vm_for_whose_descriptors_the_engine_had_no_place_is_given_to_it_again() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let engine = daemon.engine_pid().expect("an engine runs");
     // Its lowest three descriptors are open, and no other one is possible.
     assert!(limit_descriptors(engine, "3"));
@@ -611,10 +571,7 @@ fn a_vm_for_whose_descriptors_the_engine_had_no_place_is_given_to_it_again() {
 
 #[test]
 fn a_keeper_whose_descriptor_limit_is_lowered_too_far_raises_it_and_continues() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let keeper = daemon.keeper_pid();
     daemon.engine_pid().expect("an engine runs");
     assert!(limit_descriptors(keeper, "2"));
@@ -660,10 +617,7 @@ fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
 
 #[test]
 fn processes_of_one_vm_return_in_any_order_each_with_the_regions_it_maps() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("");
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b, plugged) = (Ram::new(16), Ram::new(32), Ram::new(64));
     let mut vmm = attached(&daemon, "web", &[&a, &b]);
     let mut second = Second::start(&daemon, "web", &a);
@@ -691,10 +645,7 @@ fn processes_of_one_vm_return_in_any_order_each_with_the_regions_it_maps() {
 
 #[test]
 fn a_process_that_joins_a_vm_gets_its_answer_only_once_its_faults_are_served() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let (ram, other) = (Ram::new(16), Ram::new(16));
     let _vmm = attached(&daemon, "web", &[&ram]);
     let mut second = Second::start(&daemon, "web", &ram);
@@ -711,10 +662,7 @@ fn a_process_that_joins_a_vm_gets_its_answer_only_once_its_faults_are_served() {
 
 #[test]
 fn a_process_that_joins_a_vm_is_answered_by_the_next_engine_if_one_dies() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let ram = Ram::new(16);
     let _vmm = attached(&daemon, "web", &[&ram]);
     let mut second = Second::start(&daemon, "web", &ram);
@@ -727,11 +675,8 @@ fn a_process_that_joins_a_vm_is_answered_by_the_next_engine_if_one_dies() {
 
 #[test]
 fn a_process_that_joins_a_vm_and_cannot_be_served_is_answered_once_no_page_is_far() {
-    if no_uffd() {
-        return;
-    }
     const PAGES: u64 = 16384;
-    let daemon = Daemon::start("quarantine_ms = 100\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 100\n") else { return };
     let ram = Ram::new(PAGES);
     ram.mark();
     let _client = ram.vm(&daemon, "web").limit(1 << 20).attach().expect("attach");
@@ -745,10 +690,7 @@ fn a_process_that_joins_a_vm_and_cannot_be_served_is_answered_once_no_page_is_fa
 
 #[test]
 fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_later() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("");
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
     // This process was not part of the VM, and its memory is not.
@@ -763,10 +705,7 @@ fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_later() {
 
 #[test]
 fn a_process_that_brings_a_missing_region_joins_the_vm_once_that_has_it() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("");
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
     let id = vmm.escrow.as_ref().map(|(vm, ..)| vm.to_string()).expect("it was attached");
@@ -782,10 +721,7 @@ fn a_process_that_brings_a_missing_region_joins_the_vm_once_that_has_it() {
 
 #[test]
 fn a_cut_attach_socket_is_a_pause_and_the_engine_opens_the_vm_again() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let engine = daemon.engine_pid();
     let ram = Ram::new(16);
     let mut vmm = attached(&daemon, "web", &[&ram]);
@@ -802,10 +738,7 @@ fn a_cut_attach_socket_is_a_pause_and_the_engine_opens_the_vm_again() {
 
 #[test]
 fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("");
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let mut vmm = attached(&daemon, "web", &[&a, &b]);
     daemon.kill_keeper();
@@ -824,10 +757,7 @@ fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
 
 #[test]
 fn one_region_too_many_or_a_duplicate_is_refused_and_the_vm_stays() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let ram = Ram::new(16);
     let vmm = attached(&daemon, "web", &[&ram]);
     let twice = vmm.ask(&add(ram.info()), &[ram.fd.as_fd()]);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use ballast_api::{HostTierStat, VmPatch};
 use ballast_testkit::skip;
 use ballast_testvm::Finally;
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, until};
 
 const PAGES: u64 = 8192;
@@ -36,10 +36,9 @@ fn cold_memory_is_on_the_slow_node_and_the_next_engine_finds_it_there() {
     if !std::fs::read_to_string(NODES).is_ok_and(|nodes| nodes.trim() == "0-1") {
         return skip("numa", "the machine has no two nodes");
     }
-    if no_uffd() {
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n[tier]\nslow_node = 1\nfast_percent = 50\n") else {
         return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n[tier]\nslow_node = 1\nfast_percent = 50\n");
+    };
     let ram = Ram::new(PAGES);
     ram.mark();
     let _client = ram.vm(&daemon, "vm").attach().expect("attach");

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, until};
 
 const VMS: u64 = 40;
@@ -16,10 +16,7 @@ fn threads(pid: u32) -> usize {
 
 #[test]
 fn forty_vms_that_fault_and_then_idle_have_no_more_threads_than_the_cpus_allow() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let engine = daemon.engine_pid().expect("an engine");
     let rams: Vec<Ram> = (0..VMS).map(|_| Ram::new(PAGES)).collect();
     rams.iter().for_each(Ram::mark);

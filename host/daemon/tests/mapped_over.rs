@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use ballast_api::UpgradeStage;
 use ballast_base::{Hva, PAGE_SIZE};
 use ballast_client::Client;
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, QUICK, until, upgrades};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
@@ -71,10 +71,7 @@ fn held(daemon: &Daemon) -> bool {
 
 #[test]
 fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byte() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let (ram, client) = served(&daemon);
     (0..PAGES).step_by(EVERY as usize).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
@@ -99,10 +96,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
 
 #[test]
 fn a_page_mapped_over_before_registration_costs_only_its_chunk() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     // Two chunks of 32 MiB; one has a page that is no RAM.
     let (ram, client) = served(&daemon);
     map_over(&client, &ram, 100, 1, With::Nothing);
@@ -115,10 +109,7 @@ fn a_page_mapped_over_before_registration_costs_only_its_chunk() {
 
 #[test]
 fn a_vm_with_other_mappings_in_its_ram_is_served_by_the_next_engine() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let (ram, client) = served(&daemon);
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));

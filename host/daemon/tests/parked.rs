@@ -14,7 +14,7 @@ use ballast_testvm::fuse::{Fuse, Held};
 
 use common::guest::Guest;
 use common::parking::{self, fuse, park, sleeps_in};
-use common::raw::{Ram, no_uffd, userfaultfd};
+use common::raw::{Ram, userfaultfd};
 use common::{BUSY, Daemon, QUICK, until};
 
 fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {
@@ -219,10 +219,9 @@ impl Drop for Writing {
 
 #[test]
 fn a_vmm_that_holds_the_lock_of_its_ram_file_blocks_neither_api_nor_policy() {
-    if no_uffd() {
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n[policy]\nname = \"maestro\"\nbudget = \"64M\"\n") else {
         return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n[policy]\nname = \"maestro\"\nbudget = \"64M\"\n");
+    };
     let ram = Ram::new(4096);
     ram.mark();
     let _client = ram.vm(&daemon, "holder").attach().expect("attach");

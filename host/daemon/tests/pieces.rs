@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use ballast_base::{Bytes, Hva};
 use ballast_client::{Client, Ram as Described, RamExtent};
 use ballast_sys::{Mapping, memfd};
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, kill, until};
 
 const PAGE: u64 = 4096;
@@ -36,10 +36,7 @@ fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
 
 #[test]
 fn vms_in_pieces_of_one_file_keep_limits_and_bytes_when_any_process_is_killed() {
-    if no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(mut daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let pool = memfd::create("pool", Bytes(8192 * PAGE)).expect("memfd");
     let own = memfd::create("own", Bytes(700 * PAGE)).expect("memfd");
     let rest = Mapping::shared(&pool, 7000 * PAGE, PAGE as usize).expect("map");

@@ -10,7 +10,7 @@ use ballast_base::{Bytes, GIB, Hva};
 use ballast_client::{Client, Ram as Described};
 use ballast_sys::Mapping;
 use ballast_testkit::skip;
-use common::raw::{Ram, no_uffd};
+use common::raw::Ram;
 use common::{Daemon, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -29,11 +29,8 @@ fn gib() -> Option<(OwnedFd, Mapping)> {
 #[test]
 fn ram_in_1_gib_pages_pins_its_vm_even_if_plugged_into_a_paged_one() {
     const LIMIT: u64 = 1 << 20;
-    if no_uffd() {
-        return;
-    }
     let (Some((fd, map)), Some((dimm, dimm_map))) = (gib(), gib()) else { return };
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let class = |name: &str| daemon.api.vm(name).ok().map(|vm| vm.class);
     let builder = Client::builder().name("large").socket(daemon.attach_socket()).may_pin(false);
     let ram = Described::one(fd, Hva(map.addr() as u64), Bytes(GIB), Bytes(0));

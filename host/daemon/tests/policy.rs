@@ -47,10 +47,7 @@ fn set(policy: Kind) -> PolicyPatch {
 
 #[test]
 fn maestro_divides_too_small_a_budget_between_busy_vms_and_no_byte_is_wrong() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(&config("maestro", "60M"));
+    let Some(daemon) = Daemon::with_uffd(&config("maestro", "60M")) else { return };
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, "--workload hotset --ram 48M"));
     until("both have targets below their size, which fit the budget", || {
         let targets: Vec<u64> = targets(&daemon).into_iter().flatten().collect();
@@ -77,10 +74,7 @@ fn maestro_divides_too_small_a_budget_between_busy_vms_and_no_byte_is_wrong() {
 
 #[test]
 fn without_a_policy_nobody_has_a_target_and_a_policy_leaves_none_when_it_ends() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let guest = Guest::start(&daemon, "one", VM);
     let stat = daemon.api.policy().expect("policy");
     assert_eq!((stat.policy, stat.state, targets(&daemon)), (Kind::None, None, vec![None]));
@@ -109,10 +103,7 @@ fn without_a_policy_nobody_has_a_target_and_a_policy_leaves_none_when_it_ends() 
 
 #[test]
 fn operators_settings_and_a_policy_set_while_it_ran_outlive_the_engine() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(&config("none", "64M"));
+    let Some(daemon) = Daemon::with_uffd(&config("none", "64M")) else { return };
     let guest = Guest::start(&daemon, "one", VM);
     let words = VmPatch {
         reservation_bytes: Some(Some(20 * MIB)),
@@ -143,10 +134,7 @@ fn operators_settings_and_a_policy_set_while_it_ran_outlive_the_engine() {
 
 #[test]
 fn contradictions_and_impossible_promises_are_refused_and_change_nothing() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(&config("maestro", "64M"));
+    let Some(daemon) = Daemon::with_uffd(&config("maestro", "64M")) else { return };
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, VM));
     let reserve = |name: &str, bytes| {
         let patch = VmPatch { reservation_bytes: Some(Some(bytes)), ..VmPatch::default() };
@@ -186,11 +174,8 @@ fn contradictions_and_impossible_promises_are_refused_and_change_nothing() {
 
 #[test]
 fn the_pressure_policy_takes_idle_memory_and_leaves_protected_memory() {
-    if common::raw::no_uffd() {
-        return;
-    }
     const PAGES: u64 = 4096;
-    let daemon = Daemon::start(&config("pressure", "1G"));
+    let Some(daemon) = Daemon::with_uffd(&config("pressure", "1G")) else { return };
     let ram = Ram::new(PAGES);
     ram.mark();
     let _client = ram.vm(&daemon, "idle").attach().expect("attach");
@@ -218,10 +203,7 @@ fn the_pressure_policy_takes_idle_memory_and_leaves_protected_memory() {
 
 #[test]
 fn a_pinned_vm_and_one_with_an_orphaned_engine_are_left_alone() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let mut daemon = Daemon::start(&config("maestro", "32M"));
+    let Some(mut daemon) = Daemon::with_uffd(&config("maestro", "32M")) else { return };
     let ram = Ram::new(4096);
     let client = ram.vm(&daemon, "pinned").attach().expect("attach");
     client.pin("a device").expect("pinned");
@@ -248,10 +230,7 @@ fn a_pinned_vm_and_one_with_an_orphaned_engine_are_left_alone() {
 
 #[test]
 fn a_program_with_a_lease_decides_until_it_is_silent_and_then_the_policy_does() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(&config("maestro", "64M"));
+    let Some(daemon) = Daemon::with_uffd(&config("maestro", "64M")) else { return };
     let guest = Guest::start(&daemon, "one", VM);
     until("the policy decides", || daemon.vm("one").target_bytes == Some(48 * MIB));
     let plan = |limit_bytes, lease_ms| PlanRequest {
@@ -352,11 +331,8 @@ impl Drop for Cgroup {
 
 #[test]
 fn the_kernels_stall_is_read_if_a_vm_has_a_cgroup_to_itself() {
-    if common::raw::no_uffd() {
-        return;
-    }
     let Ok(cgroup) = Cgroup::new().inspect_err(|why| ballast_testkit::skip("cgroup2", why)) else { return };
-    let daemon = Daemon::start(&config("maestro", "64M"));
+    let Some(daemon) = Daemon::with_uffd(&config("maestro", "64M")) else { return };
     let guest = Guest::start(&daemon, "one", VM);
     let stall = || daemon.api.snapshot().expect("snapshot").vms[0].kernel_stall;
     until("the loop sees the VM", || daemon.api.snapshot().is_ok_and(|seen| seen.vms.len() == 1));

@@ -11,7 +11,7 @@ use ballast_handover::state_file::StateFile;
 use ballast_testvm::valkey::{self, Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
-use common::raw::{Ram, files, no_uffd, open};
+use common::raw::{Ram, files, open};
 use common::vmm::Program;
 use common::{Daemon, missing, until};
 
@@ -119,11 +119,8 @@ fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_serv
 
 #[test]
 fn a_damaged_or_wrong_key_costs_the_pages_that_it_sealed_and_no_other_vm_a_page() {
-    if no_uffd() {
-        return;
-    }
     let Some(valkey) = start(Layout::default()) else { return };
-    let daemon = Daemon::start(&format!("{}encrypt = true\n", remote(&valkey)));
+    let Some(daemon) = Daemon::with_uffd(&format!("{}encrypt = true\n", remote(&valkey))) else { return };
     let names = ["damaged", "another", "calm"];
     let rams = names.map(|_| Ram::new(PAGES));
     let attach = |(ram, name): (&Ram, &str)| {

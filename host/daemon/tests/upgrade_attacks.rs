@@ -16,7 +16,7 @@ use ballast_testkit::program::install;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
-use common::raw::{Ram, RawClient, no_uffd};
+use common::raw::{Ram, RawClient};
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, limit_descriptors, signal_process, until};
 
@@ -141,10 +141,7 @@ fn both_engines_stopped_are_replaced_and_change_nothing_when_they_continue() {
 #[test]
 fn while_a_keeper_is_stopped_at_any_stage_each_touch_is_served() {
     const PAGES: u64 = 4096;
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
     let ram = Arc::new(Ram::new(PAGES));
     let _client = ram.vm(&daemon, "touched").limit(PAGES * 4096 / 4).attach().expect("attached");
@@ -205,10 +202,7 @@ fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
 
 #[test]
 fn several_clients_request_upgrades_while_limits_change_and_vms_come_and_go() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
     let other = daemon.dir().join("ballastd-other");
     install(&this_build(), &other);

@@ -272,18 +272,14 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
 
 #[test]
 fn engine_and_keeper_are_replaced_during_all_kinds_of_work() {
-    if no_uffd() {
-        return;
-    }
-    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades::count(), false);
+    let Some(mut daemon) = Daemon::with_uffd(POLICY) else { return };
+    run(&mut daemon, &["one", "two", "three"], upgrades::count(), false);
 }
 
 #[test]
 fn any_process_may_be_killed_at_any_stage_during_all_kinds_of_work() {
-    if no_uffd() {
-        return;
-    }
-    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades::count(), true);
+    let Some(mut daemon) = Daemon::with_uffd(POLICY) else { return };
+    run(&mut daemon, &["one", "two", "three"], upgrades::count(), true);
 }
 
 /// The file takes a part of the far pages, and the cluster the rest, if there can be one: each guest has pages in three

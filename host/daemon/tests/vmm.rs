@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 
 use ballast_api::{VmClass, VmStatus};
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
-use common::raw::{Ram, RawClient, no_uffd};
+use common::raw::{Ram, RawClient};
 use common::vmm::{Program, Vmm};
 use common::{Daemon, missing, until};
 use rustix::process::Signal;
@@ -184,10 +184,7 @@ fn a_ram_file_that_outlives_its_vmm_has_every_page_and_the_next_vmm_waits_for_th
 fn ram_that_another_vmm_plugs_while_it_is_written_back_waits_for_every_page() {
     let Some(program) = Program::compile() else { return };
     let Some(file) = file_in_tmpfs() else { return };
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start(QUICK);
+    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
     let vmm = program.start(&daemon, "first", file.to_str().expect("text"), PAGES);
     squeeze(&daemon, "first");
     let own = Ram::new(16);

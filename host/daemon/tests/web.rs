@@ -134,10 +134,7 @@ fn the_page_reports_what_a_host_lacks_which_vm_has_it_and_that_the_daemon_is_gon
 
 #[test]
 fn top_shows_real_vms() {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let Some(daemon) = Daemon::with_uffd("quarantine_ms = 5\n") else { return };
     let guest = Guest::start(&daemon, "web", "--workload uniform --ram 32M --limit 16M");
     common::until("it waits, and says why", || {
         daemon.api.vm("web").is_ok_and(|vm| vm.why.is_some_and(|why| why.contains("its operator's limit holds it")))
@@ -197,10 +194,7 @@ fn the_example_in_python_follows_events_over_the_death_of_an_engine() {
 
 /// Checks that this command prints the events before and after the death of an engine.
 fn follow_over_a_death(command: impl FnOnce(&Daemon) -> Command) {
-    if common::raw::no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let mut command = command(&daemon);
     let mut child = command.stdout(Stdio::piped()).spawn().expect("ballast is built");
     let mut said = BufReader::new(child.stdout.take().expect("piped")).lines();

@@ -58,6 +58,11 @@ impl Daemon {
         Self::start_within(config, None)
     }
 
+    /// Like `start`; `None`, with a message, without userfaultfd.
+    pub fn with_uffd(config: &str) -> Option<Self> {
+        (!raw::no_uffd()).then(|| Self::start(config))
+    }
+
     /// Starts one with at most this number of descriptors.
     pub fn start_within(config: &str, descriptors: Option<u32>) -> Self {
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
