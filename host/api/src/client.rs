@@ -116,9 +116,7 @@ impl Client {
 
     /// Sets whether it is tracked. Returns its heat.
     pub fn set_track(&self, name: &str, track: bool) -> Result<VmHeat, ClientError> {
-        // Serialising a flag cannot fail.
-        let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
-        self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body)
+        self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body(&HeatPatch { track: Some(track) }))
     }
 
     /// Sets or, with `None`, removes the limit of a VM. Returns its state after the change.

@@ -83,7 +83,6 @@ pub struct HostStat {
     /// Part of far: on disk. Sum over VMs.
     pub far_file_bytes: u64,
     /// The remote store; null if none is set.
-    #[serde(default)]
     pub remote: Option<RemoteStat>,
     /// Sum over VMs.
     pub zero_bytes: u64,
@@ -101,7 +100,6 @@ pub struct HostStat {
     pub schedulable_bytes: u64,
     /// Why there is no pin check, so that VMs whose memory may be pinned are held to their limits more slowly; null if
     /// there is one.
-    #[serde(default)]
     pub pin_check_missing: Option<String>,
     /// What the host lacks, in words, the worst first; empty: nothing.
     #[serde(default)]

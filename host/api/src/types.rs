@@ -50,7 +50,6 @@ pub struct VmStat {
     /// 128-bit identity in hexadecimal; never used again.
     pub id: String,
     /// The UUID that its operator gave it (QEMU's `-uuid`, libvirt's); null: none.
-    #[serde(default)]
     pub uuid: Option<String>,
     /// The VMM's process id.
     pub pid: u32,
@@ -82,7 +81,6 @@ pub struct VmStat {
     /// Settings that are allowed but probably not intended.
     pub warnings: Vec<String>,
     /// Why it waits, or why its memory does not go, in words; null: it runs and does not wait.
-    #[serde(default)]
     pub why: Option<String>,
     /// Memory in host DRAM, including quarantine.
     pub resident_bytes: u64,
@@ -133,13 +131,10 @@ pub struct VmStat {
     /// The same sums per RAM region.
     pub regions: Vec<RegionStat>,
     /// The agent in its guest; null if the VMM has no port for one.
-    #[serde(default)]
     pub agent: Option<AgentStat>,
     /// Fast and slow memory of the host; null if memory stays where the kernel puts it.
-    #[serde(default)]
     pub host_tiers: Option<HostTierStat>,
     /// What only an adopted VM has; null for a paged one.
-    #[serde(default)]
     pub adopted: Option<AdoptedStat>,
 }
 

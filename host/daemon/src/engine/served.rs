@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use ballast_api::VmStat;
@@ -44,25 +44,10 @@ pub struct Served {
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    restoring: Arc<AtomicUsize>,
+    /// Each thread that restores all of its pages has a clone.
+    restoring: Arc<()>,
     /// Scans for foreign mappers that were requested: the hold ends with a scan that began after the last request.
     scans_requested: Mutex<u64>,
-}
-
-/// Counts a thread, until this is dropped.
-struct Counted(Arc<AtomicUsize>);
-
-impl Counted {
-    fn new(count: &Arc<AtomicUsize>) -> Self {
-        count.fetch_add(1, Ordering::AcqRel);
-        Self(count.clone())
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
 }
 
 impl Served {
@@ -180,7 +165,7 @@ impl Served {
 
     /// Restores far pages of a held VM, unless a thread does: it may have been missing, or met an error.
     pub fn restore_rest(&self) -> io::Result<()> {
-        if self.vm.stats().get(Counter::Far) == 0 || self.restoring.load(Ordering::Acquire) > 0 {
+        if self.vm.stats().get(Counter::Far) == 0 || Arc::strong_count(&self.restoring) > 1 {
             return Ok(());
         }
         self.bring_back(|vm, result| {
@@ -192,7 +177,7 @@ impl Served {
 
     /// Starts a thread that restores all of its pages, and then calls `then`.
     fn bring_back(&self, then: impl FnOnce(&Vm, io::Result<()>) + Send + 'static) -> io::Result<()> {
-        let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
+        let (vm, under_way) = (self.vm.clone(), self.restoring.clone());
         self.jobs.begin("restore", move || {
             let _listed = vm.state.list_thread();
             let result = vm.restore();
