@@ -9,7 +9,7 @@
 //! Cold pages are those of order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse
 //! cycle, because nothing else makes memory cold, and used when it is complete. Without tracking, all pages have order
 //! 0, and a round goes through the units in random order, some [`AT_ONCE`] at a time: each such part has units from all
-//! over a region, and is used as soon as it is made.
+//! over each region, and is used as soon as it is made.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -43,8 +43,19 @@ pub struct HeatSource {
     rounds: u64,
     /// Number of coarse cycles at the start of the round; `None` without tracking.
     made_at: Option<u64>,
-    /// The region of the next unit to put into the round, and the number of its units that were. `None` when all were.
-    making: Option<(u32, u64)>,
+    /// `None` when all units were put into the round.
+    making: Option<Making>,
+}
+
+/// How far a round is made: part `part` of `parts` has each unit of which the number is `part` modulo `parts`. The
+/// number of parts stays while memory is plugged in, so that no unit is in two of them; some new units may be in none.
+#[derive(Clone, Copy, Debug)]
+struct Making {
+    part: u64,
+    parts: u64,
+    /// The next unit to put into the round.
+    region: u32,
+    unit: u64,
 }
 
 impl HeatSource {
@@ -71,7 +82,9 @@ impl HeatSource {
         if is_next {
             self.round.clear();
             self.rounds += 1;
-            (self.made_at, self.making) = (cycle, Some((0, 0)));
+            let all: u64 = (0..pages.regions()).map(|region| pages.len(region).div_ceil(PAGES_PER_UNIT)).sum();
+            let parts = all.div_ceil(AT_ONCE).max(1);
+            (self.made_at, self.making) = (cycle, Some(Making { part: 0, parts, region: 0, unit: 0 }));
         }
         let is_tracked = self.made_at.is_some();
         if is_tracked || self.round.is_empty() {
@@ -107,26 +120,24 @@ impl HeatSource {
         let round = Round { number: self.rounds, is_tracked: self.made_at.is_some() };
         let mut offers = Vec::new();
         let mut looks = AT_ONCE;
-        while let Some((region, count)) = self.making {
-            if region >= pages.regions() {
+        while let Some(next) = &mut self.making {
+            if next.region >= pages.regions() {
+                let part = next.part + 1;
+                *next = Making { part, parts: next.parts, region: 0, unit: part };
+                if part < next.parts {
+                    return true;
+                }
                 self.making = None;
-                continue;
-            }
-            let units = pages.len(region).div_ceil(PAGES_PER_UNIT);
-            let parts = units.div_ceil(AT_ONCE).max(1);
-            let of_part = units.div_ceil(parts);
-            if count >= of_part * parts {
-                self.making = Some((region + 1, 0));
+            } else if next.unit >= pages.len(next.region).div_ceil(PAGES_PER_UNIT) {
+                (next.region, next.unit) = (next.region + 1, next.part);
             } else if looks == 0 {
                 return true;
             } else {
                 looks -= 1;
-                self.making = Some((region, count + 1));
-                let unit = count % of_part * parts + count / of_part;
-                // The last units of some parts do not exist.
-                if unit < units && pages.next_present(region, PageRange::of_unit(unit)).is_some() {
-                    let unit = UnitId { region, unit: unit as u32 };
-                    offer(tracker, unit, round, pages.granule(region), &mut offers);
+                let unit = UnitId { region: next.region, unit: next.unit as u32 };
+                next.unit += next.parts;
+                if pages.next_present(unit.region, PageRange::of_unit(unit.unit.into())).is_some() {
+                    offer(tracker, unit, round, pages.granule(unit.region), &mut offers);
                     self.round.extend(offers.drain(..).map(Reverse));
                 }
             }

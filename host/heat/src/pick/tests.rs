@@ -200,6 +200,50 @@ fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
 }
 
 #[test]
+fn a_round_takes_units_from_all_regions_and_none_twice_while_memory_is_plugged_and_unplugged() {
+    /// Regions of some units each, all present.
+    struct Regions(RefCell<Vec<u64>>);
+    impl Pages for Regions {
+        fn regions(&self) -> u32 {
+            self.0.borrow().len() as u32
+        }
+        fn len(&self, region: u32) -> u64 {
+            self.0.borrow()[region as usize] * PAGES_PER_UNIT
+        }
+        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
+            (!range.is_empty()).then_some(range)
+        }
+        fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+            Some(0)
+        }
+        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+    const REGIONS: u32 = 8;
+    let table = Regions(RefCell::new(vec![AT_ONCE; REGIONS as usize]));
+    let (mut source, mut offered) = (source(), std::collections::HashSet::new());
+    for call in 0..AT_ONCE / 32 * u64::from(REGIONS) {
+        if call == 100 {
+            // In the middle of the second part.
+            *table.0.borrow_mut() = (0..=REGIONS).map(|region| if region == 2 { 0 } else { AT_ONCE }).collect();
+        }
+        let (before, mut out) = (offered.len(), Vec::new());
+        source.pick(&table, 64 * PAGES_PER_UNIT, Pick::Cold, &mut out);
+        if source.rounds > 1 {
+            break;
+        }
+        let units = |run: &ColdRun| run.pages.start().unit()..run.pages.end().0.div_ceil(PAGES_PER_UNIT);
+        let new: Vec<_> = out.iter().flat_map(|run| units(run).map(move |unit| (run.region, unit))).collect();
+        let regions: std::collections::HashSet<_> = new.iter().map(|(region, _)| region).collect();
+        assert!(new.len() < 64 || regions.len() > 4, "call {call} has only units of {regions:?}");
+        offered.extend(new.iter().copied());
+        assert_eq!(offered.len(), before + new.len(), "call {call} offers a unit again: {new:?}");
+    }
+    let all = (0..REGIONS).flat_map(|region| (0..AT_ONCE).map(move |unit| (region, unit)));
+    let missing = all.filter(|unit| unit.0 != 2 && !offered.contains(unit)).count();
+    assert_eq!((missing, source.rounds), (0, 2), "{} units of {REGIONS} regions were offered", offered.len());
+}
+
+#[test]
 fn with_tracking_only_the_oldest_generation_is_cold_and_the_young_ones_go_last() {
     let table = table(&[&[Some(0); 4 * 512]]);
     let mut source = source();
