@@ -61,10 +61,12 @@ impl Vm {
     }
 
     /// Registers with a new view the chunks of a region that are registered, except where the VMM has mapped something
-    /// else. Of a region whose pages come on demand, or are loaded, it registers all.
+    /// else. Of a region whose pages come on demand, or are loaded, it registers all, unless another process maps it:
+    /// a chunk that is registered with one view only must not have the flag.
     pub(crate) fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
-        if self.is_registered_whole(region) {
+        let is_other = |other: &Arc<View>| !std::ptr::eq(&**other, view) && other.base(region.number).is_some();
+        if self.is_registered_whole(region) && !self.views().iter().any(is_other) {
             let _one = self.memory.registering();
             let new = region.chunks(region.range()).filter(|(_, flag)| !is_registered(flag));
             new.for_each(|(chunk, flag)| {

@@ -403,6 +403,25 @@ fn every_page_is_restored_through_the_process_that_still_maps_it() {
 }
 
 #[test]
+fn of_a_vm_that_was_loaded_no_byte_is_lost_after_another_process_attached_while_it_had_no_limit() {
+    let rig = Rig::without_view(RAM, AMPLE, QUICK);
+    rig.vm.set_loads();
+    rig.set_limit(Some(LIMIT));
+    rig.add_view();
+    assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0, "it may be loaded now");
+    rig.set_limit(None);
+    until("all is given back to the kernel", || rig.vm.stats().get(Counter::RegisteredBytes) == 0);
+    rig.fill_all();
+    let (other, _other) = another_view(&rig, 1);
+    let copy = rig.second_mapping();
+    rig.vm.add_view(other, &mapped_at(Hva(copy as u64), RAM)).expect("view");
+    rig.vm.remove_view(1);
+    vacate(copy, RAM.0 as usize);
+    rig.squeeze(LIMIT);
+    rig.check_bytes();
+}
+
+#[test]
 fn a_page_that_no_process_maps_any_more_is_restored_into_its_file() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
