@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use ballast_base::Bytes;
-use ballast_sys::process::Process;
+use ballast_sys::process::{Process, command_line};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::maps::{self, NoRam, Ram};
@@ -81,7 +81,7 @@ pub fn look(pid: u32) -> Result<Found, Refusal> {
         Err(error) => return Err(error.into()),
     };
     let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}"));
-    let (line, cgroups) = (read("cmdline")?, read("cgroup").unwrap_or_default());
+    let (line, cgroups) = (command_line(pid)?, read("cgroup").unwrap_or_default());
     let (line, cgroups) = (String::from_utf8_lossy(&line), String::from_utf8_lossy(&cgroups));
     let args: Vec<&str> = line.split('\0').collect();
     let vmm = Vmm::of(&name, &args, &cgroups).ok_or(Refusal::NotVmm(name))?;

@@ -1,10 +1,11 @@
 //! Processes and threads in `/proc`, and whether one has ended.
 //!
 //! Before: the caller has a pid, or the number of a thread. After: it knows which process that is, and what it does.
-//! Threads: any; no lock of the other process is taken.
+//! Threads: any; no lock of the other process is taken, but its `mmap_lock` for its command line.
 //! Promise: if the kernel could not tell, the result is an error and never a "no".
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 
 use rustix::io::Errno;
 
@@ -46,6 +47,17 @@ impl Process {
 pub fn has_memory(pid: u32) -> bool {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm"));
     statm.is_ok_and(|text| text.split_ascii_whitespace().next().is_some_and(|size| size != "0"))
+}
+
+/// The words with which a process was started, with a zero byte after each. The first 1 MiB, because a process may name
+/// any part of its memory as its command line.
+///
+/// # Errors
+/// There is no such process, or the kernel could not tell.
+pub fn command_line(pid: u32) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    File::open(format!("/proc/{pid}/cmdline"))?.take(1 << 20).read_to_end(&mut line)?;
+    Ok(line)
 }
 
 /// A thread of a process.
@@ -105,8 +117,27 @@ fn is_over(path: &str) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Anon;
     use std::io::{BufRead, BufReader};
     use std::process::{Command, Stdio};
+
+    #[test]
+    fn of_a_command_line_that_is_much_memory_only_the_start_is_read() {
+        const MIB: usize = 1 << 20;
+        let memory = Anon::new(16 * MIB).expect("memory");
+        let ends =
+            [(libc::PR_SET_MM_ARG_START, memory.addr()), (libc::PR_SET_MM_ARG_END, memory.addr() + memory.len() - MIB)];
+        for (what, at) in ends {
+            let (what, none) = (libc::c_long::from(what), 0 as libc::c_long);
+            // SAFETY: this says where `/proc` finds the command line, and nothing of this program reads that.
+            let set = unsafe { libc::prctl(libc::PR_SET_MM, what, at, none, none) };
+            if set != 0 {
+                return ballast_testkit::skip("root", io::Error::last_os_error());
+            }
+        }
+        assert_eq!(std::fs::read("/proc/self/cmdline").expect("read").len(), 15 * MIB);
+        assert_eq!(command_line(std::process::id()).expect("read").len(), MIB);
+    }
 
     #[test]
     fn a_process_whose_name_is_no_text_is_found() {

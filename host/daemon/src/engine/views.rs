@@ -13,13 +13,13 @@ use anyhow::Context;
 use ballast_base::wire::Span;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::view::View;
-use ballast_sys::Uffd;
+use ballast_sys::{Uffd, process};
 
 use super::served::Served;
 
 /// Returns whether this process is a QEMU that was started to load a VM: by `virsh restore`, a migration, a snapshot.
 pub fn loads(pid: u32) -> bool {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let line = process::command_line(pid).unwrap_or_default();
     line.split(|byte| *byte == 0).any(|word| matches!(word, b"-incoming" | b"--incoming" | b"-loadvm" | b"--loadvm"))
 }
 
