@@ -1,10 +1,13 @@
-//! VMs whose RAM is in pieces of files, under a real keeper and engine that are killed. Needs root (userfaultfd). The
-//! VMs are this process, with the client library.
+//! VMs whose RAM is in several files, or in pieces of them, under a real keeper and engine that are killed. Needs root
+//! (userfaultfd). The VMs are this process, or a second one, with the client library.
 
 mod common;
 
+use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
+use std::process::{Command, Stdio};
 
+use ballast_api::VmStat;
 use ballast_base::{Bytes, Hva};
 use ballast_client::{Client, Ram as Described, RamExtent};
 use ballast_sys::{Mapping, memfd};
@@ -74,4 +77,41 @@ fn vms_in_pieces_of_one_file_keep_limits_and_bytes_when_any_process_is_killed() 
     let mut bytes = [0; 4096];
     rest.copy_out(0, &mut bytes);
     assert_eq!(bytes, [7; 4096], "what is nobody's RAM was touched");
+}
+
+#[test]
+fn ram_of_a_vm_that_is_to_be_loaded_is_registered_although_its_limit_exceeds_the_first_file() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let mut program = Command::new(std::env::current_exe().expect("this program"));
+    // After `--` all words are names of tests.
+    program.args(["--ignored", "--nocapture", "--", "a_vm_that_is_to_be_loaded", "-incoming"]);
+    program.env("BALLAST_TEST_SOCKET", daemon.attach_socket()).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = program.spawn().expect("run this program again");
+    let mut says = BufReader::new(child.stdout.take().expect("piped")).lines();
+    assert!(says.any(|line| line.is_ok_and(|line| line.contains("all of its RAM is there"))), "it ended");
+    let is_whole = |vm: VmStat| (vm.size_bytes, vm.registered_bytes) == (5 * LIMIT, 5 * LIMIT);
+    until("all of it is registered", || daemon.api.vm("loaded").is_ok_and(is_whole));
+    drop(child.stdin.take());
+    child.wait().expect("reap it");
+}
+
+#[test]
+#[ignore = "run by the test of a VM that is to be loaded"]
+fn a_vm_that_is_to_be_loaded() {
+    let Ok(socket) = std::env::var("BALLAST_TEST_SOCKET") else { return };
+    let [first, second] = [LIMIT, 4 * LIMIT].map(|bytes| Ram::new(bytes / PAGE));
+    let described = |ram: &Ram| {
+        ram.announce();
+        let extent =
+            RamExtent { fd: ram.fd.try_clone().expect("dup"), offset: Bytes(0), len: Bytes(ram.map.len() as u64) };
+        Described { hva: Hva(ram.map.addr() as u64), extents: vec![extent], guest_address: None }
+    };
+    let builder = Client::builder().name("loaded").socket(socket).limit(2 * LIMIT).may_pin(false);
+    let client = builder.ram(described(&first)).attach().expect("attach");
+    client.add_ram(described(&second)).expect("more RAM");
+    println!("all of its RAM is there");
+    let _ = std::io::stdin().read_line(&mut String::new());
 }

@@ -332,7 +332,9 @@ impl Engine {
     ) -> anyhow::Result<()> {
         served.add_pid(pid);
         served.hold_unchecked();
-        if served.vm.state.epoch() == 1 && served.vm.effective_limit().is_some() && views::loads(pid) {
+        // Further RAM may come: its limit need not be below the size that it has now.
+        let has_limit = served.vm.state.limit().or(served.vm.state.target()).is_some();
+        if served.vm.state.epoch() == 1 && has_limit && views::loads(pid) {
             served.vm.set_loads();
         }
         views::add(served, pid, uffd_features, fds, spans)?;

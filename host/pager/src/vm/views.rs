@@ -54,10 +54,11 @@ impl Vm {
         let _layout = self.memory.change_layout();
         view.add_span(span, number);
         self.memory.next_generation();
-        self.region(number).map_or(Ok(()), |region| {
-            region.set_unplugged(false);
-            self.register_as_flagged(&region, view)
-        })
+        self.region(number).into_iter().for_each(|region| region.set_unplugged(false));
+        // While less RAM was known, the VM may have had no limit, so that its other regions were unregistered.
+        let regions = self.regions();
+        let changed = regions.iter().filter(|region| region.number == number || self.is_registered_whole(region));
+        changed.map(|region| self.register_as_flagged(region, view)).fold(Ok(()), Result::and)
     }
 
     /// Registers with a new view the chunks of a region that are registered, except where the VMM has mapped something
