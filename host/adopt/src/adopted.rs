@@ -27,6 +27,9 @@ use crate::order::Order;
 use crate::swap::Swap;
 use crate::vmm::Vmm;
 
+/// Most picks of a step while no page goes: pages that KSM merged, or that a device pins, stay, and lie together.
+const MOST_PICKS: u32 = 32;
+
 /// How memory goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum How {
@@ -171,14 +174,22 @@ impl Adopted {
         inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
     }
 
-    /// Page out this number of bytes, in one call of the kernel's.
+    /// Page out this number of bytes, and other pages instead of those that stay.
     ///
     /// # Errors
     /// It ended, its mappings changed ([`Adopted::look_again`] helps), or the kernel does not let us.
     pub fn step(&self, bytes: u64) -> io::Result<Step> {
         let step = match (&self.cgroup, self.how()) {
             (Ok(cgroup), How::Reclaim(_)) => self.reclaim(cgroup, bytes)?,
-            _ => self.page_out(bytes)?,
+            _ => {
+                let mut step = self.page_out(bytes)?;
+                for _ in 1..MOST_PICKS {
+                    if step.out_pages == 0 && step.asked_pages > 0 {
+                        step = self.page_out(bytes)?;
+                    }
+                }
+                step
+            }
         };
         self.out_pages.fetch_add(step.out_pages, Ordering::Relaxed);
         Ok(step)

@@ -196,6 +196,18 @@ fn locked_memory_is_pinned_with_the_reason() {
 }
 
 #[test]
+fn a_step_passes_memory_that_stays_until_some_goes() {
+    let Some(_swap) = swap() else { return };
+    let Some(mut vmm) = Vmm::start("qemu-system-x86_64", &["-m", "64"]) else { return };
+    vmm.tell("fill 64");
+    vmm.tell("share 48");
+    let vm = vmm.adopted();
+    let step = vm.step(2 * MIB).expect("a step");
+    assert!(step.out_pages > 0, "of 16 MiB that can go none went: {step:?}");
+    assert_eq!(vmm.tell("check 64"), 0);
+}
+
+#[test]
 fn a_vm_that_has_ended_is_gone_in_every_call() {
     let Some(mut vmm) = Vmm::start("qemu-system-x86_64", &["-m", "16"]) else { return };
     vmm.tell("fill 16");
