@@ -3,10 +3,10 @@
 //! Promise: an error says which file it is about. Before the agent ends by a signal, it restores the settings that it
 //! changed.
 
-use std::fs;
 use std::io;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+pub use ballast_tier::kernel_files::{read, write};
 
 static ENDS: AtomicBool = AtomicBool::new(false);
 
@@ -31,23 +31,6 @@ pub fn handle_signals() {
     }
     // SAFETY: plain system call; a peer that is gone is an error of the write instead.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
-}
-
-fn named(path: &Path, what: &str, error: &io::Error) -> io::Error {
-    io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
-}
-
-/// Reads all of a file, without blanks around it.
-pub fn read(path: impl AsRef<Path>) -> io::Result<String> {
-    let path = path.as_ref();
-    let text = fs::read_to_string(path).map_err(|error| named(path, "reading", &error))?;
-    Ok(text.trim().to_owned())
-}
-
-/// Writes this to a file of the kernel.
-pub fn write(path: impl AsRef<Path>, value: impl ToString) -> io::Result<()> {
-    let path = path.as_ref();
-    fs::write(path, value.to_string()).map_err(|error| named(path, "writing", &error))
 }
 
 /// Returns the number after this name, in lines such as `MemFree:  123 kB`.

@@ -3,19 +3,13 @@
 //! Before: pages of a node are wanted. After: this process has them, filled and locked, and knows their numbers.
 //! Units: bytes of whole pages. Promise: the memory is the guest's again when this is dropped, or the process ends.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
-use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_messages::{Run, run};
+use ballast_sys::Remote;
 
 use crate::files::last_error;
-
-const BIND: libc::c_long = 2;
-/// Present, in a word of /proc/self/pagemap; the page is in the low 55 bits.
-const PRESENT: u64 = 1 << 63;
-const FRAME: u64 = (1 << 55) - 1;
 
 /// Memory that the agent holds.
 #[derive(Debug)]
@@ -47,8 +41,9 @@ impl Owned {
         let owned = Self { start, len, mapped: (mapped, len + extra) };
         if let Some(node) = node {
             let mask = [1u64.checked_shl(node).unwrap_or(0), 0];
+            let bind = libc::c_long::from(libc::MPOL_BIND);
             // SAFETY: our mapping; the mask has as many bits as is said.
-            if unsafe { libc::syscall(libc::SYS_mbind, owned.start, len, BIND, mask.as_ptr(), 65, 0) } < 0 {
+            if unsafe { libc::syscall(libc::SYS_mbind, owned.start, len, bind, mask.as_ptr(), 65, 0) } < 0 {
                 return last_error("binding memory to a node");
             }
         }
@@ -87,14 +82,9 @@ impl Owned {
     ///
     /// # Errors This user may not read them.
     pub fn frames(&self) -> io::Result<Vec<u64>> {
-        let mut bytes = vec![0; self.len / PAGE_SIZE * 8];
-        File::open("/proc/self/pagemap")?.read_exact_at(&mut bytes, (self.start as usize / PAGE_SIZE * 8) as u64)?;
-        let frame = |word: &[u8]| {
-            let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
-            let frame = word & FRAME;
-            (word & PRESENT != 0 && frame != 0).then_some(frame)
-        };
-        let frames: Option<Vec<u64>> = bytes.chunks_exact(8).map(frame).collect();
+        let mut found = vec![None; self.len / PAGE_SIZE];
+        Remote::open(std::process::id())?.physical(Hva(self.start as u64), &mut found)?;
+        let frames: Option<Vec<u64>> = found.into_iter().map(|address| Some(PageIdx::containing(address?).0)).collect();
         frames.ok_or_else(|| io::Error::new(io::ErrorKind::PermissionDenied, "/proc/self/pagemap hides pages"))
     }
 

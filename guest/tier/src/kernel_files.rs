@@ -7,6 +7,23 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+fn doing<T>(path: &Path, what: &str, result: io::Result<T>) -> io::Result<T> {
+    result.map_err(|error| io::Error::new(error.kind(), format!("{what} {}: {error}", path.display())))
+}
+
+/// Returns the text of a file, trimmed.
+pub fn read(path: impl AsRef<Path>) -> io::Result<String> {
+    let path = path.as_ref();
+    let read = doing(path, "Reading", fs::read(path))?;
+    Ok(String::from_utf8_lossy(&read).trim().to_owned())
+}
+
+/// Writes a value to a file of the kernel.
+pub fn write(path: impl AsRef<Path>, value: impl ToString) -> io::Result<()> {
+    let path = path.as_ref();
+    doing(path, "Writing", fs::write(path, value.to_string()))
+}
+
 /// Where `/proc` and `/sys` are.
 #[derive(Clone, Debug)]
 pub struct Files {
@@ -30,15 +47,9 @@ impl Files {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    fn doing<T>(path: &Path, what: &str, result: io::Result<T>) -> io::Result<T> {
-        result.map_err(|error| io::Error::new(error.kind(), format!("{what} {}: {error}", path.display())))
-    }
-
     /// Its text, trimmed.
     pub fn text(&self, path: &str) -> io::Result<String> {
-        let path = self.path(path);
-        let read = Self::doing(&path, "Reading", fs::read(&path))?;
-        Ok(String::from_utf8_lossy(&read).trim().to_owned())
+        read(self.path(path))
     }
 
     /// The same; `None` if there is no such file.
@@ -59,8 +70,7 @@ impl Files {
 
     /// Write it.
     pub fn write(&self, path: &str, value: impl ToString) -> io::Result<()> {
-        let path = self.path(path);
-        Self::doing(&path, "Writing", fs::write(&path, value.to_string()))
+        write(self.path(path), value)
     }
 
     /// The names in a directory; none if it is not there.
@@ -68,11 +78,11 @@ impl Files {
         let path = self.path(path);
         let entries = match fs::read_dir(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => Self::doing(&path, "Listing", entries)?,
+            entries => doing(&path, "Listing", entries)?,
         };
         let mut names = Vec::new();
         for entry in entries {
-            names.push(Self::doing(&path, "Listing", entry)?.file_name().to_string_lossy().into_owned());
+            names.push(doing(&path, "Listing", entry)?.file_name().to_string_lossy().into_owned());
         }
         names.sort_unstable();
         Ok(names)
