@@ -5,16 +5,13 @@
 //! Threads: any, beside the other engine's workers, which change words all the time.
 //! Promise: it only reads, with `pread`, through a read-only descriptor.
 
-use std::io;
 use std::os::fd::OwnedFd;
 
-use ballast_base::{PAGE_SIZE, PageRange};
+use ballast_base::PageRange;
+use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_page::page_state::{State, Word};
 use ballast_sys::memfd;
-
-/// Words that one `pread` returns.
-const PIECE: u64 = 64 * PAGE_SIZE as u64 / 8;
 
 /// Counts of the words that were read. While another engine serves the VM, they are no consistent snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,7 +34,7 @@ pub fn inspect(state: &StateFile, stores: &[u8]) -> Result<Inspected, StateError
     let mut seen = Inspected::default();
     for (number, record) in state.regions().iter().enumerate().filter(|(_, record)| !record.removed) {
         for written in state.written_words(record)? {
-            for pages in written.pieces(PIECE) {
+            for pages in written.pieces(PAGES_PER_CHUNK) {
                 inspect_region(&file, record, pages, stores, &mut seen)
                     .map_err(|(page, what)| StateError::Invalid(format!("region {number}, page {page:#x}: {what}")))?;
             }
@@ -55,7 +52,8 @@ fn inspect_region(
 ) -> Result<(), (u64, String)> {
     let first = pages.start().0;
     let mut bytes = vec![0; (pages.end().0 - first) as usize * 8];
-    read_all(file, &mut bytes, record.words_at() + first * 8).map_err(|error| (first, error.to_string()))?;
+    memfd::read_exact_at(file, record.words_at() + first * 8, &mut bytes)
+        .map_err(|error| (first, error.to_string()))?;
     for (page, bytes) in (first..).zip(bytes.as_chunks().0) {
         let word = Word::from_bits(u64::from_le_bytes(*bytes));
         if !word.is_known() {
@@ -77,23 +75,12 @@ fn inspect_region(
     Ok(())
 }
 
-fn read_all(file: &OwnedFd, bytes: &mut [u8], offset: u64) -> io::Result<()> {
-    let mut done = 0;
-    while done < bytes.len() {
-        match rustix::io::pread(file, &mut bytes[done..], offset + done as u64)? {
-            0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the state file ends before its words")),
-            count => done += count,
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use ballast_base::store::{FILE_STORE, Handle, RAM_STORE};
     use ballast_base::wire::VmId;
-    use ballast_base::{Bytes, Extents};
+    use ballast_base::{Bytes, Extents, PAGE_SIZE};
     use ballast_page::page_state::Ticket;
 
     const PAGES: u64 = 1024;

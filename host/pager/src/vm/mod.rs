@@ -29,6 +29,7 @@
 //! client's reply (`ClientPeer::zap`) or for another worker. During a read from a disk, [`Vm::restore`] holds 1 shared;
 //! a slow worker holds `View::serving_from_disk`, for which no other fault waits.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -37,6 +38,7 @@ use ballast_base::{Bytes, PageCount};
 use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_heat::VmHeat;
 
+use crate::run::queue::USUAL_SHARES;
 use crate::vm::far::stores::Stores;
 use crate::vm::guest::told::Told;
 use crate::vm::lifecycle::Lifecycle;
@@ -90,8 +92,7 @@ pub use tuning::Tuning;
 pub use write_back::WrittenBack;
 
 /// A kind of reason not to reclaim.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(usize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hold {
     /// The memory is pinned (locked, VFIO), permanently.
     Pinned,
@@ -108,13 +109,6 @@ pub enum Hold {
     /// RAM is about to be unplugged, and other processes need its far pages in its file.
     Unplug,
 }
-
-impl Hold {
-    const COUNT: usize = 7;
-}
-
-/// Reason for pinning a VM with pages of 1 GiB.
-const FIXED: &str = "it has memory in pages of 1 GiB, of which the kernel can neither map nor fill a part";
 
 /// Reports an event to operators: kind and text.
 pub type Reporter = Arc<dyn Fn(&str, String) + Send + Sync>;
@@ -141,7 +135,7 @@ pub struct Vm {
     halted: OnceLock<String>,
     /// Weight of its faults when several VMs wait for a worker.
     shares: AtomicU32,
-    holds: Mutex<[Option<String>; Hold::COUNT]>,
+    holds: Mutex<BTreeMap<Hold, String>>,
     releases: AtomicU64,
     /// Whether a device or the kernel may hold references to pages, and write without faulting.
     may_pin: AtomicBool,
@@ -180,7 +174,7 @@ impl Vm {
             tickets: AtomicU64::new(0),
             track: AtomicBool::new(tuning.track),
             halted: OnceLock::new(),
-            shares: AtomicU32::new(1000),
+            shares: AtomicU32::new(USUAL_SHARES),
             holds: Mutex::default(),
             releases: AtomicU64::new(0),
             may_pin: AtomicBool::new(false),
@@ -252,7 +246,8 @@ impl Vm {
         // No lock is held here: mapping a file may wait for a lock of the file that its VMM holds.
         let region = self.open_record(number, record, files)?;
         if region.is_fixed() {
-            self.hold(Hold::Pinned, Some(FIXED.into()));
+            let why = "it has memory in pages of 1 GiB, of which the kernel can neither map nor fill a part";
+            self.hold(Hold::Pinned, Some(why.into()));
         }
         match self.memory.add_region(region) {
             true => Ok(number),
@@ -276,9 +271,9 @@ impl Vm {
     /// Holds reclaim for this reason; `None` withdraws the reason of this kind.
     pub fn hold(&self, kind: Hold, reason: Option<String>) {
         let mut holds = self.holds.lock().expect("no panic while held");
-        let was_held = holds.iter().any(Option::is_some);
-        holds[kind as usize] = reason;
-        if was_held && holds.iter().all(Option::is_none) {
+        let withdrawn = holds.remove(&kind).is_some() && reason.is_none();
+        holds.extend(reason.map(|reason| (kind, reason)));
+        if withdrawn && holds.is_empty() {
             self.releases.fetch_add(1, Ordering::AcqRel);
         }
         drop(holds);
@@ -292,17 +287,17 @@ impl Vm {
 
     /// A reason to hold reclaim, if there is one.
     pub fn held(&self) -> Option<String> {
-        self.holds.lock().expect("no panic while held").iter().flatten().next().cloned()
+        self.holds.lock().expect("no panic while held").values().next().cloned()
     }
 
     /// The reason of this kind; empty if there is none.
     pub fn reason(&self, kind: Hold) -> String {
-        self.holds.lock().expect("no panic while held")[kind as usize].clone().unwrap_or_default()
+        self.holds.lock().expect("no panic while held").get(&kind).cloned().unwrap_or_default()
     }
 
     /// Returns whether there is a reason of this kind.
     pub fn is_held_for(&self, kind: Hold) -> bool {
-        self.holds.lock().expect("no panic while held")[kind as usize].is_some()
+        self.holds.lock().expect("no panic while held").contains_key(&kind)
     }
 
     /// Sets the weight of its faults when several VMs wait for a worker; the default is 1000.

@@ -67,15 +67,17 @@ impl AsFd for RamFile {
 #[derive(Debug)]
 pub(crate) struct Ram {
     /// In the order of the numbers in `extents`.
-    files: Vec<RamFile>,
-    extents: Extents,
+    pub files: Vec<RamFile>,
+    pub extents: Extents,
     are_units: bool,
-    granule: u64,
-    /// The files' pages are larger than a granule.
-    is_fixed: bool,
-    is_on_demand: bool,
+    /// Base pages that move as one.
+    pub granule: u64,
+    /// The files' pages are larger than a granule, so none can be far.
+    pub is_fixed: bool,
+    /// The pages are allocated on the first touch: see [`memfd::is_on_demand`].
+    pub is_on_demand: bool,
     /// For each file, the NUMA node to allocate from, if pages come on demand and a node was named.
-    nodes: Option<Arc<[Option<u32>]>>,
+    pub nodes: Option<Arc<[Option<u32>]>>,
     /// For hugetlbfs: which huge pages are in the files.
     huge: Option<Presence>,
 }
@@ -130,33 +132,6 @@ impl Ram {
             ram.huge = Some(Presence::new(ram.map()?, page as usize)?);
         }
         Ok(ram)
-    }
-
-    pub fn files(&self) -> &[RamFile] {
-        &self.files
-    }
-
-    pub fn extents(&self) -> &Extents {
-        &self.extents
-    }
-
-    pub fn granule(&self) -> u64 {
-        self.granule
-    }
-
-    /// Returns whether its pages are larger than the kernel can map or fill as one, so that none can be far.
-    pub fn is_fixed(&self) -> bool {
-        self.is_fixed
-    }
-
-    /// Returns whether its pages are allocated on the first touch: see [`memfd::is_on_demand`].
-    pub fn is_on_demand(&self) -> bool {
-        self.is_on_demand
-    }
-
-    /// NUMA nodes to allocate its pages from, by file.
-    pub fn nodes(&self) -> Option<&Arc<[Option<u32>]>> {
-        self.nodes.as_ref()
     }
 
     /// Returns whether every 2 MiB of it, from its start on, are base pages of one file at an offset aligned to 2 MiB.

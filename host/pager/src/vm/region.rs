@@ -115,7 +115,7 @@ impl Region {
 
     /// Its RAM files.
     pub fn files(&self) -> &[RamFile] {
-        self.ram.files()
+        &self.ram.files
     }
 
     /// Its extents in files: file, first byte, end.
@@ -127,7 +127,7 @@ impl Region {
 
     /// Its extents.
     pub fn extents(&self) -> &Extents {
-        self.ram.extents()
+        &self.ram.extents
     }
 
     /// DRAM that it uses.
@@ -137,28 +137,28 @@ impl Region {
 
     /// Base pages that move as one.
     pub fn granule_pages(&self) -> u64 {
-        self.ram.granule()
+        self.ram.granule
     }
 
     /// Returns whether it has pages of 1 GiB: the kernel can neither map nor fill a part of one, so the VM is pinned.
     pub fn is_fixed(&self) -> bool {
-        self.ram.is_fixed()
+        self.ram.is_fixed
     }
 
     /// Returns whether its pages are allocated on the first touch. It is registered from its first view on, and never
     /// unregistered, because the kernel kills a VMM that touches such a page while none is free.
     pub fn is_on_demand(&self) -> bool {
-        self.ram.is_on_demand()
+        self.ram.is_on_demand
     }
 
     /// First page of a page's granule.
     pub fn first_of(&self, page: PageIdx) -> PageIdx {
-        PageIdx(page.0 - page.0 % self.ram.granule())
+        PageIdx(page.0 - page.0 % self.ram.granule)
     }
 
     /// The granule of a page.
     pub fn granule(&self, page: PageIdx) -> Granule<'_> {
-        Granule::new(self.table.words(self.first_of(page), self.ram.granule()))
+        Granule::new(self.table.words(self.first_of(page), self.ram.granule))
     }
 
     /// The page-state word of a page's granule.
@@ -173,7 +173,7 @@ impl Region {
 
     /// First pages of the granules that begin in `pages`.
     pub fn granules(&self, pages: PageRange) -> impl Iterator<Item = PageIdx> + use<> {
-        let granule = self.ram.granule();
+        let granule = self.ram.granule;
         pages.from(PageIdx(pages.start().0.next_multiple_of(granule))).step_by(granule)
     }
 
@@ -257,7 +257,8 @@ impl Region {
 
     /// Returns whether a page is far and unlocked, in a store whose read may wait.
     pub fn is_slow_and_free(&self, page: PageIdx) -> bool {
-        self.is_far_and_free(page) && self.is_slow(page)
+        let word = self.word(page);
+        word.state() == State::Far && !word.is_locked() && self.is_slow(page)
     }
 
     /// Returns whether a touch of this page faults and it can be brought in at once: unlocked, and zero, in quarantine,
@@ -272,11 +273,6 @@ impl Region {
         is_out && !word.is_locked()
     }
 
-    fn is_far_and_free(&self, page: PageIdx) -> bool {
-        let word = self.word(page);
-        word.state() == State::Far && !word.is_locked()
-    }
-
     /// Its name in stores.
     pub fn key(&self, page: PageIdx) -> PageKey {
         self.region_key().page(page)
@@ -289,7 +285,7 @@ impl Region {
 
     /// The first run of `pages` that is in a file, or a part of that run.
     pub fn next_present(&self, pages: PageRange) -> io::Result<Option<PageRange>> {
-        let (pages, granule) = (pages.before(PageIdx(self.pages.0)), self.ram.granule());
+        let (pages, granule) = (pages.before(PageIdx(self.pages.0)), self.ram.granule);
         if pages.is_empty() || granule == 1 {
             return self.ram.next_present(pages);
         }

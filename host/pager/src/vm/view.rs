@@ -169,7 +169,7 @@ impl View {
     pub fn at(&self, region: &Region, base: Hva) -> RegionView<'_> {
         let granule = PageIdx(region.granule_pages()).offset();
         let extents = Some(region.extents()).filter(|extents| extents.list().len() > 1).cloned();
-        let (nodes, stripes) = (region.ram.nodes().cloned(), region.stripes(self.uffds.len()));
+        let (nodes, stripes) = (region.ram.nodes.clone(), region.stripes(self.uffds.len()));
         RegionView { view: self, base, extents, nodes, granule, stripes }
     }
 
