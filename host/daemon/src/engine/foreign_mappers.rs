@@ -282,7 +282,7 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_base::wire::VmId;
     use ballast_handover::state_file::StateFile;
-    use ballast_pager::vm::far::stores::Stores;
+    use ballast_pager::vm::far::stores::{NearTier, Stores};
     use ballast_pager::vm::region_table::LOST;
     use ballast_pager::vm::stats::Counter;
     use ballast_pager::vm::{Tuning, Vm};
@@ -296,7 +296,8 @@ mod tests {
         let state = StateFile::create(VmId([6; 16]), "test").expect("state");
         let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
         let store = Arc::new(RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store").0);
-        let stores = Stores::ram_only(store.clone());
+        let near = vec![NearTier { number: ballast_base::store::RAM_STORE, name: "RAM store", store: store.clone() }];
+        let stores = Stores::new(near, Vec::new());
         let vm = Vm::new(state, epoch, stores, Tuning::default(), Arc::new(|_: &str, _| ()));
         let served = Arc::new(Served::new(Arc::new(vm), store, None, late::File::default(), "test".into()));
         served.hold_unchecked();

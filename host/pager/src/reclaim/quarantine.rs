@@ -330,7 +330,7 @@ mod tests {
 
     use super::*;
     use crate::vm::Tuning;
-    use crate::vm::far::stores::Stores;
+    use crate::vm::far::stores::{NearTier, Stores};
     use crate::vm::ram::RamFile;
     use crate::vm::region_table::LOST;
 
@@ -342,7 +342,8 @@ mod tests {
         state.add_region(&[ram.id], &Extents::one(Bytes(0), size).expect("good"), None).expect("region");
         let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
         let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
-        let stores = Stores::ram_only(Arc::new(store));
+        let near = NearTier { number: ballast_base::store::RAM_STORE, name: "RAM store", store: Arc::new(store) };
+        let stores = Stores::new(vec![near], Vec::new());
         let vm = Arc::new(Vm::new(state, epoch, stores, Tuning::default(), Arc::new(|_: &str, _| ())));
         vm.open_region(&[ram]).expect("region");
         vm

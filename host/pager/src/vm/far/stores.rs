@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use ballast_base::store::{IoContext, OnReply, RAM_STORE, Recovered, StoreSet};
+use ballast_base::store::{IoContext, OnReply, Recovered, StoreSet};
 use ballast_store::{
     DurableStore, GetOutcome, Handle, NearStore, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
 };
@@ -97,11 +97,6 @@ impl Stores {
     /// Sets the reporter of overdue reads.
     pub(crate) fn tell(&self, tell: &Tell) {
         self.slow.iter().for_each(|tier| tier.overdue.tell(tell));
-    }
-
-    /// The stores of a VM with a RAM store only.
-    pub fn ram_only(store: Arc<dyn NearStore>) -> Self {
-        Self::new(vec![NearTier { number: RAM_STORE, name: "RAM store", store }], Vec::new())
     }
 
     /// Replaces the slow store of this number.
