@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_heat::{AccessSource, Watch};
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::stats::Counter;
@@ -21,14 +21,13 @@ const QUICK: Duration = Duration::from_millis(5);
 
 /// Ends every wait, so that a failed test ends.
 fn release(rig: &Rig) {
-    let _ = rig.view.uffds()[0].wake(Hva(rig.guest.addr() as u64), rig.guest.len() as u64);
+    let _ = rig.view.uffds()[0].wake(rig.addr(0), rig.guest.len() as u64);
 }
 
 #[test]
 fn a_thread_whose_memory_is_replaced_while_it_waits_continues_on_the_new_memory() {
     const PAGE: u64 = 77;
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let mut source = Scans::new(rig.vm.clone());
     source.start(&coarse(2)).expect("start");
     // Tracking without zaps leaves the pages mapped.
@@ -55,8 +54,7 @@ fn a_thread_whose_memory_is_replaced_while_it_waits_continues_on_the_new_memory(
 
 #[test]
 fn a_thread_whose_fault_another_program_read_continues_and_operators_are_told() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let mut source = Scans::new(rig.vm.clone());
     // Page by page, so that no page is mapped with others.
     source.start(&Watch { fine: vec![unit(0)], ..Watch::default() }).expect("start");
@@ -88,8 +86,7 @@ fn a_thread_whose_fault_another_program_read_continues_and_operators_are_told() 
 #[test]
 fn a_guest_runs_while_its_memory_is_registered_and_unregistered_in_turn() {
     const TURNS: u64 = 30;
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let done = AtomicBool::new(false);
     let touched = [AtomicU64::new(0), AtomicU64::new(0)];
     std::thread::scope(|scope| {

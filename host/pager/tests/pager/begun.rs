@@ -4,34 +4,24 @@
 use crate::common;
 
 use std::collections::HashMap;
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_base::store::{DurableStore, Ends, FILE_STORE, IoContext, OnReply, SlowStore};
+use ballast_base::Bytes;
+use ballast_base::store::{Ends, FILE_STORE, IoContext, OnReply, SlowStore};
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_page::copies::store_number;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
-    Recovered, Store, StoreUsage,
-};
+use ballast_store::{DiskFault, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
 use ballast_testkit::NullStore;
-use ballast_testkit::skip;
 use common::third::THIRD;
-use common::{Rig, churn, until};
+use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, churn, faulty_disk, until};
 
-const QUICK: Duration = Duration::from_millis(20);
-const SOON: Duration = Duration::from_millis(10);
-const RAM: Bytes = Bytes(32 * MIB);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
 const EIO: i32 = 5;
 
 /// How the server of a store replies to requests that were begun.
@@ -71,11 +61,7 @@ impl Network {
     }
 }
 
-impl Store for Network {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.inner.put(key, bytes)
-    }
-
+store_over! { inner, Network,
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         let mut under_way = self.under_way.lock().expect("no panic");
         if let (Ends::AtOnce(watch), Replies::Nothing) = (context.ends, self.replies) {
@@ -89,20 +75,6 @@ impl Store for Network {
             return GetOutcome::Busy;
         }
         self.inner.get(key, handle, out, context)
-    }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.inner.free(key, handle);
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.inner.usage()
-    }
-}
-
-impl DurableStore for Network {
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        self.inner.recover(live)
     }
 }
 
@@ -124,24 +96,14 @@ impl SlowStore for Network {
     }
 }
 
-fn is_in(rig: &Rig, store: u8, page: u64) -> bool {
-    store_number(rig.vm.region(0).expect("region").word(PageIdx(page))) == Some(store)
-}
-
 /// Moves most pages to this store, and then stops. Returns one page of each 64 KiB there, shuffled, so that no page is
 /// read ahead.
 fn make_far(rig: &Rig, store: u8) -> Vec<u64> {
-    rig.squeeze(LIMIT);
-    until("what is far is there", || {
-        let far = rig.vm.stats().get(Counter::Far);
-        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2
-            && (0..rig.pages).filter(|page| is_in(rig, store, *page)).count() as u64 * 10 > far * 9
-    });
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.squeeze_into(store, LIMIT);
+    rig.hold_still();
     rig.set_limit(None);
     let windows = rig.pages / 16;
-    (0..windows).map(|at| at * 2531 % windows * 16).filter(|page| is_in(rig, store, *page)).collect()
+    (0..windows).map(|at| at * 2531 % windows * 16).filter(|page| rig.is_in(store, *page)).collect()
 }
 
 /// Touches these pages, by three threads.
@@ -150,19 +112,13 @@ fn touch(rig: &Rig, pages: &[u64], store: u8) {
         let read = |pages: &[u64]| assert!(pages.iter().all(|page| rig.holds(*page, 1)), "a byte was lost");
         pages.chunks(pages.len() / 3 + 1).for_each(|pages| drop(scope.spawn(move || read(pages))));
     });
-    until("all are back", || !pages.iter().any(|page| is_in(rig, store, *page)));
+    until("all are back", || !pages.iter().any(|page| rig.is_in(store, *page)));
 }
 
 #[test]
 fn pages_of_a_file_have_their_bytes_if_begun_reads_are_late_short_or_fail() {
-    let faults = Arc::new(DiskFaults::default());
-    let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
-    let store = match FileStore::create(&std::env::temp_dir(), options) {
-        Ok((store, _, _)) => Arc::new(store),
-        Err(error) => return skip("disk", error),
-    };
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(FILE_STORE, "file store", store)], SOON);
-    rig.fill_all();
+    let Some((store, faults)) = faulty_disk() else { return };
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(FILE_STORE, "file store", store)], SOON).filled();
     for _ in 0..3 {
         let pages = make_far(&rig, FILE_STORE);
         assert!(pages.len() > 50);
@@ -193,12 +149,7 @@ fn pages_that_move_while_others_are_read_from_their_blocks_keep_the_last_write()
     const THREADS: u64 = 8;
     let mut made = Vec::new();
     for _ in 0..2 {
-        let faults = Arc::new(DiskFaults::default());
-        let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
-        let store = match FileStore::create(&std::env::temp_dir(), options) {
-            Ok((store, _, _)) => Arc::new(store),
-            Err(error) => return skip("disk", error),
-        };
+        let Some((store, faults)) = faulty_disk() else { return };
         for _ in 0..100 {
             faults.fail_reads(30, DiskFault::Takes(Duration::ZERO));
             faults.fail_reads(10, DiskFault::Takes(Duration::from_millis(1)));
@@ -217,11 +168,7 @@ fn pages_that_move_while_others_are_read_from_their_blocks_keep_the_last_write()
     });
     for (rig, store, faults) in &made {
         faults.forget();
-        rig.vm.hold(Hold::Shared, Some("test".into()));
-        rig.wait_for_quarantine();
-        let copies = || rig.ram_store().usage().pages + store.usage().pages;
-        until("each far page has one copy", || copies() == rig.census().far.0);
-        rig.check_census();
+        rig.count_exactly();
         // The spill worker may still be freeing the last empty area.
         until("the blocks are those of its pages", || store.validate().is_ok());
         assert_eq!(rig.vm.stats().get(Counter::Poisoned), 0);
@@ -232,8 +179,7 @@ fn pages_that_move_while_others_are_read_from_their_blocks_keep_the_last_write()
 fn a_fault_worker_serves_a_page_when_its_reply_comes_and_a_slow_worker_otherwise() {
     for replies in [Replies::Pages, Replies::Nothing, Replies::Refusals, Replies::HangsUp] {
         let store = Arc::new(Network::new(replies));
-        let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "network", store.clone())], SOON);
-        rig.fill_all();
+        let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "network", store.clone())], SOON).filled();
         let pages = make_far(&rig, THIRD);
         let counts = || [&store.begun, &store.got].map(|count| count.load(Ordering::Acquire));
         let before = counts();

@@ -11,9 +11,8 @@ use std::time::Duration;
 use ballast_base::store::FILE_STORE;
 use ballast_base::units::MIB;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
 use ballast_handover::state_file::StateFile;
-use ballast_page::copies::store_number;
 use ballast_page::page_state::Word;
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::client_peer::ClientPeer;
@@ -55,7 +54,7 @@ fn beside_with_client(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> (Arc
     let peer = Arc::new(ClientPeer::new(theirs, epoch));
     let view = Arc::new(View::new(std::process::id(), uffds, rig.uffd_features, peer));
     let len = PageCount(rig.pages).bytes();
-    vm.add_view(view, &mapped_at(Hva(rig.guest.addr() as u64), len)).expect("view");
+    vm.add_view(view, &mapped_at(rig.addr(0), len)).expect("view");
     (vm, ours)
 }
 
@@ -139,11 +138,8 @@ fn closes_while_faults_wait() {
     const THREADS: u64 = 64;
     let (store, faults) = FaultyStore::new(NullStore::new(Bytes(64 * MIB)));
     let soon = Duration::from_millis(10);
-    let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(store), soon);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    let region = rig.vm.region(0).expect("region");
-    let is_filed = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(FILE_STORE);
+    let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(store), soon).squeezed(LIMIT);
+    let is_filed = |page: &u64| rig.is_in(FILE_STORE, *page);
     // Far from each other, so that none is read ahead.
     let filed = || (0..rig.pages).step_by(4).filter(is_filed).take(THREADS as usize).collect::<Vec<_>>();
     until("pages go to the slow store", || filed().len() as u64 == THREADS);
@@ -173,14 +169,13 @@ fn closes_while_faults_wait() {
 /// A killed engine has left a page locked. The other engine is asked to discard that page and those before it. Returns
 /// the rig, the other engine's VM and the client's end, once the discard has locked the first page.
 fn discard_of_a_page_that_a_dead_engine_locked() -> (Rig, Arc<Vm>, OwnedFd) {
-    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
-    rig.fill_all();
+    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2)).filled();
     rig.vm.serve_faults_only();
     let (next, client) = beside_with_client(&rig, &rig.vm, rig.vm.stores.clone(), 2);
     let region = rig.vm.region(0).expect("region");
     let cell = region.granule(PageIdx(5)).cell();
     cell.reset(cell.load().locked());
-    let ranges = vec![(Hva(rig.guest.addr() as u64), 64 * PAGE_SIZE as u64)];
+    let ranges = vec![(rig.addr(0), 64 * PAGE_SIZE as u64)];
     scm::send(&client, &wire::encode(&ClientToEngine::Discard { seq: 7, ranges }), &[]).expect("send");
     until("it locks what comes before", || region.word(PageIdx(0)).is_locked());
     drop(region);

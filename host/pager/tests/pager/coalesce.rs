@@ -14,48 +14,40 @@ use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_testvm::Finally;
-use common::{Rig, churn, mapped_at, until};
+use common::{Pipe, Rig, churn, mapped_at, until};
 
 const RAM: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
 
-fn huge(rig: &Rig) -> Bytes {
-    rig.mapped_huge()
-}
-
-fn huge_rig(quarantine: Duration) -> Option<Rig> {
-    Rig::coalesced(RAM, AMPLE, quarantine)
-}
-
 #[test]
 fn memory_that_was_mapped_huge_before_eviction_is_mapped_huge_after_restore() {
-    let Some(rig) = huge_rig(QUICK) else { return };
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     rig.squeeze(Bytes(2 * MIB));
-    assert!(huge(&rig) <= Bytes(2 * MIB));
+    assert!(rig.mapped_huge() <= Bytes(2 * MIB));
     rig.set_limit(None);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    until("all of it is mapped huge", || huge(&rig) == RAM);
+    rig.check_bytes();
+    until("all of it is mapped huge", || rig.mapped_huge() == RAM);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost when it was mapped huge");
     until("each unit is counted", || rig.vm.stats().get(Counter::Coalesced) >= 3);
     // And again: a unit that coalesce mapped huge is known to have been huge.
     rig.squeeze(Bytes(4 * MIB));
     rig.set_limit(None);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
-    until("all of it is mapped huge", || huge(&rig) == RAM);
+    until("all of it is mapped huge", || rig.mapped_huge() == RAM);
     rig.check_census();
 }
 
 #[test]
 fn while_each_broken_unit_lacks_a_page_coalesce_rests_until_a_page_is_resident() {
-    let Some(rig) = huge_rig(QUICK) else { return };
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     until("no unit is broken", || rig.vm.coalesce_rests());
     rig.squeeze(Bytes(2 * MIB));
     rig.set_limit(None);
     until("broken units lack pages", || rig.vm.coalesce_rests());
     let coalesced = rig.vm.stats().get(Counter::Coalesced);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    until("all of it is mapped huge", || huge(&rig) == RAM);
+    rig.check_bytes();
+    until("all of it is mapped huge", || rig.mapped_huge() == RAM);
     until("no unit is broken", || rig.vm.coalesce_rests());
     assert!(rig.vm.stats().get(Counter::Coalesced) > coalesced);
 }
@@ -68,27 +60,26 @@ fn memory_that_was_only_in_quarantine_is_mapped_huge_again_without_a_touch() {
     rig.set_limit(Some(Bytes(2 * MIB)));
     until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > PAGES_PER_UNIT);
     // They are counted before the zap.
-    until("they are zapped", || huge(&rig) < RAM);
+    until("they are zapped", || rig.mapped_huge() < RAM);
     rig.set_limit(None);
-    until("all of it is mapped huge", || huge(&rig) == RAM);
+    until("all of it is mapped huge", || rig.mapped_huge() == RAM);
     assert_eq!(rig.vm.stats().get(Counter::FaultMinor), 0);
 }
 
 #[test]
 fn a_unit_with_a_hole_or_that_was_never_huge_is_left_alone() {
-    let Some(rig) = huge_rig(QUICK) else { return };
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     // The guest discards a page of the first unit; the second unit becomes base pages before the engine looks.
-    let base = Hva(rig.guest.addr() as u64);
-    rig.vm.discard(&rig.view, &[(base, PAGE_SIZE as u64)]).expect("discard");
-    rig.vm.discard(&rig.view, &[(base + HUGE_SIZE as u64, PAGE_SIZE as u64)]).expect("discard");
+    rig.discard(0..1);
+    rig.discard(PAGES_PER_UNIT..PAGES_PER_UNIT + 1);
     rig.fill(PAGES_PER_UNIT, 2);
     let half = Bytes(RAM.0 / 2);
-    assert_eq!(huge(&rig), half);
+    assert_eq!(rig.mapped_huge(), half);
     rig.squeeze(Bytes(2 * MIB));
     rig.set_limit(None);
     assert!((1..rig.pages).filter(|page| *page != PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "a byte was lost");
     assert!(rig.holds(PAGES_PER_UNIT, 2));
-    until("what was huge is huge", || huge(&rig) == half);
+    until("what was huge is huge", || rig.mapped_huge() == half);
     let resident = rig.resident();
     assert_eq!(resident, Bytes(RAM.0 - PAGE_SIZE as u64), "the hole was filled");
     assert_eq!(rig.word(0).load(Ordering::Relaxed), 0, "the hole reads zeros");
@@ -96,22 +87,16 @@ fn a_unit_with_a_hole_or_that_was_never_huge_is_left_alone() {
 
 #[test]
 fn pages_of_a_pinned_huge_page_keep_their_bytes_and_are_evicted_later() {
-    use rustix::pipe::{IoSliceRaw, SpliceFlags, pipe, vmsplice};
     // With the pin check, no page of the unit would be tried.
     let Some(rig) = Rig::unasked(RAM, AMPLE, QUICK).made_huge() else { return };
-    let (reader, writer) = pipe().expect("pipe");
-    // SAFETY: the page is inside the guest's mapping, which outlives the pipe; the kernel only takes a reference to it.
-    let page = unsafe { std::slice::from_raw_parts(rig.guest.ptr(5 * PAGE_SIZE, PAGE_SIZE), PAGE_SIZE) };
-    let pinned = IoSliceRaw::from_slice(page);
-    // SAFETY: as above.
-    assert_eq!(unsafe { vmsplice(&writer, &[pinned], SpliceFlags::empty()) }.expect("vmsplice"), PAGE_SIZE);
+    let pipe = Pipe::with(&rig, 5..6);
     rig.set_limit(Some(Bytes(MIB)));
     until("only the pinned unit is left", || rig.resident().0 <= HUGE_SIZE as u64 + MIB);
     until("its pages would not go", || rig.vm.stats().get(Counter::Failed) > PAGES_PER_UNIT);
     assert!((0..PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "the kernel's zeros were shown to the guest");
-    drop((reader, writer));
+    drop(pipe);
     until("all of it is at the limit", || rig.resident() <= Bytes(MIB));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     assert!(!rig.reported("reclaim-failed") && !rig.reported("page-lost"));
 }
 
@@ -120,7 +105,7 @@ fn a_unit_that_cannot_be_mapped_huge_in_a_process_does_not_block_other_units() {
     let two = Bytes(2 * HUGE_SIZE as u64);
     let Some(rig) = Rig::coalesced(two, AMPLE, QUICK) else { return };
     rig.squeeze(Bytes(MIB));
-    assert_eq!(huge(&rig), Bytes(0));
+    assert_eq!(rig.mapped_huge(), Bytes(0));
     rig.set_limit(None);
     rig.wait_for_quarantine();
     // Another process, which does not map the RAM: the kernel returns ENOMEM for each unit there.
@@ -133,29 +118,28 @@ fn a_unit_that_cannot_be_mapped_huge_in_a_process_does_not_block_other_units() {
     let peer = Arc::new(ClientPeer::new(control, 1));
     let other = Arc::new(View::new(pid, uffds, rig.uffd_features, peer));
     rig.vm.add_view(other, &mapped_at(Hva(0x10_0000_0000), two)).expect("view");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    until("both units were tried, and are huge where they can be", || huge(&rig) == two);
+    rig.check_bytes();
+    until("both units were tried, and are huge where they can be", || rig.mapped_huge() == two);
 }
 
 #[test]
 fn nothing_is_mapped_huge_while_the_vm_is_held() {
-    let Some(rig) = huge_rig(QUICK) else { return };
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     rig.squeeze(Bytes(2 * MIB));
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     let before = rig.vm.stats().get(Counter::Coalesced);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     assert_eq!(rig.vm.stats().get(Counter::Coalesced), before);
     rig.vm.hold(Hold::Shared, None);
     rig.set_limit(None);
-    until("all of it is mapped huge", || huge(&rig) == RAM);
+    until("all of it is mapped huge", || rig.mapped_huge() == RAM);
 }
 
 #[test]
 fn a_guest_that_writes_while_huge_pages_are_split_and_collapsed_reads_its_writes() {
     const COALESCED: u64 = 20;
     const EVICTED: u64 = 10_000;
-    let Some(rig) = huge_rig(Duration::from_millis(1)) else { return };
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, Duration::from_millis(1)) else { return };
     (0..rig.pages).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     let stats = rig.vm.stats();
     let done = std::sync::atomic::AtomicBool::new(false);
@@ -170,7 +154,9 @@ fn a_guest_that_writes_while_huge_pages_are_split_and_collapsed_reads_its_writes
             let coalesced = stats.get(Counter::Coalesced);
             rig.squeeze(Bytes(6 * MIB));
             rig.set_limit(None);
-            until("some of it is mapped huge", || stats.get(Counter::Coalesced) > coalesced || huge(&rig) == RAM);
+            until("some of it is mapped huge", || {
+                stats.get(Counter::Coalesced) > coalesced || rig.mapped_huge() == RAM
+            });
         }
     });
 }

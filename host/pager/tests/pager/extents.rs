@@ -10,18 +10,13 @@ use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, Extent, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
-use ballast_page::copies::store_number;
+use ballast_base::{Bytes, Extent, Extents, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::ram::RamFile;
 use ballast_sys::memfd;
 use ballast_testkit::NullStore;
-use common::{Rig, churn, hammer, restore_for, until};
-
-const QUICK: Duration = Duration::from_millis(20);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
+use common::{AMPLE, LIMIT, QUICK, Rig, churn, hammer, restore_for, until};
 
 fn extent(file: u16, first: u64, pages: u64) -> Extent {
     Extent { file, offset: PageCount(first).bytes(), len: PageCount(pages).bytes() }
@@ -41,8 +36,7 @@ fn borders(extents: &Extents) -> Vec<u64> {
 
 #[test]
 fn pages_of_extents_are_evicted_and_restored_and_no_other_byte_changes() {
-    let rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::of_extents(four(), AMPLE, QUICK).filled();
     let ram = PageCount(rig.pages).bytes();
     assert_eq!(rig.resident(), ram, "the rest of the files does not count");
     rig.squeeze(LIMIT);
@@ -51,9 +45,7 @@ fn pages_of_extents_are_evicted_and_restored_and_no_other_byte_changes() {
     until("resident is at the limit again", || rig.resident() <= LIMIT);
     assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
     rig.squeeze(Bytes(2 * MIB));
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
     rig.check_not_ram();
     for page in borders(&four()) {
         assert!(rig.holds(page, 1), "page {page}");
@@ -84,13 +76,10 @@ fn a_guest_that_keeps_writing_across_extents_reads_its_writes() {
 
 #[test]
 fn discarded_parts_of_extents_read_zeros_and_their_neighbours_keep_their_bytes() {
-    let rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(LIMIT);
     // Across two borders, with a whole extent between them.
     let gone = PageRange::new(PageIdx(2990), PageIdx(3010));
-    let at = Hva(rig.guest.addr() as u64 + gone.start().offset());
-    rig.vm.discard(&rig.view, &[(at, gone.bytes().0)]).expect("discard");
+    rig.discard(gone.start().0..gone.end().0);
     for page in 0..rig.pages {
         match gone.contains(PageIdx(page)) {
             true => assert_eq!(rig.word(page).load(Ordering::Relaxed), 0, "page {page}"),
@@ -98,16 +87,12 @@ fn discarded_parts_of_extents_read_zeros_and_their_neighbours_keep_their_bytes()
         }
     }
     rig.check_not_ram();
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
 }
 
 #[test]
 fn a_successor_finds_every_byte_of_every_extent() {
-    let mut rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let mut rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(LIMIT);
     for _ in 0..2 {
         let stores = rig.vm.stores.clone();
         // The successor must evict no page while copies are counted.
@@ -123,12 +108,9 @@ fn a_successor_finds_every_byte_of_every_extent() {
 
 #[test]
 fn pages_of_extents_go_to_a_file_store_and_come_back() {
-    let rig = Rig::spilling_extents(four(), AMPLE, Arc::new(NullStore::new(AMPLE)), Duration::from_millis(10));
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    let region = rig.vm.region(0).expect("region");
-    let is_slow = |page: u64| store_number(region.word(PageIdx(page))) == Some(FILE_STORE);
-    until("most of what is far is in the file store", || (0..rig.pages).filter(|page| is_slow(*page)).count() > 4000);
+    let rig = Rig::spilling_extents(four(), AMPLE, Arc::new(NullStore::new(AMPLE)), Duration::from_millis(10))
+        .squeezed(LIMIT);
+    until("most of what is far is in the file store", || rig.count_in(FILE_STORE) > 4000);
     rig.check_bytes();
     rig.check_not_ram();
 }
@@ -159,9 +141,7 @@ fn churn_for_a_while(rig: &Rig) {
 
 #[test]
 fn pages_far_when_the_last_process_ends_are_written_back_to_their_file() {
-    let rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(LIMIT);
     rig.vm.remove_view(std::process::id());
     rig.vm.stop();
     let regions = rig.vm.regions();
@@ -230,9 +210,7 @@ fn far_around_a_new_end(rig: &Rig) -> (usize, usize) {
 
 #[test]
 fn write_back_into_a_truncated_file_ends_and_restores_the_rest() {
-    let rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(Bytes(2 * MIB));
+    let rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(Bytes(2 * MIB));
     rig.vm.remove_view(std::process::id());
     rig.vm.stop();
     let (beyond, others) = far_around_a_new_end(&rig);
@@ -244,9 +222,7 @@ fn write_back_into_a_truncated_file_ends_and_restores_the_rest() {
 
 #[test]
 fn restoring_a_vm_with_a_truncated_file_ends_and_restores_the_rest() {
-    let rig = Rig::of_extents(four(), AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(Bytes(2 * MIB));
+    let rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(Bytes(2 * MIB));
     let (beyond, others) = far_around_a_new_end(&rig);
     assert!(beyond > 0 && others > 0);
     for _ in 0..2 {

@@ -4,25 +4,19 @@
 use crate::common;
 
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
-use ballast_testkit::skip;
 use ballast_testvm::Finally;
-use common::{Rig, churn, file_of, mapped_by_a_foreign_mapper, restore_for, until};
+use common::{
+    AMPLE, LIMIT, QUICK, RAM, Rig, churn, faulty_disk, file_of, mapped_by_a_foreign_mapper, restore_for, until,
+};
 
-const QUICK: Duration = Duration::from_millis(20);
-const RAM: Bytes = Bytes(32 * MIB);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
 /// The environment variable with the file for the other process.
 const FILE: &str = "BALLAST_TEST_RAM_FILE";
 
@@ -46,8 +40,7 @@ fn read_each_page(map: &Mapping) -> bool {
 
 /// Has another process read every page of a squeezed VM's RAM. Returns the number of pages that were far.
 fn read_by_a_foreign_mapper(rig: &Rig) -> u64 {
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     let far = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
     assert!(far > 0);
     let before = rig.resident();
@@ -74,9 +67,7 @@ fn check_every_page(rig: &Rig, far: u64) {
 
 #[test]
 fn a_foreign_mapper_that_reads_every_far_page_once_costs_no_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let far = read_by_a_foreign_mapper(&rig);
     check_every_page(&rig, far);
     assert_eq!(rig.ram_store().usage().pages, 0, "the copies are not needed any more");
@@ -84,9 +75,7 @@ fn a_foreign_mapper_that_reads_every_far_page_once_costs_no_byte() {
 
 #[test]
 fn a_foreign_mapper_that_reads_every_far_page_costs_no_byte_in_a_restore_of_all() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let far = read_by_a_foreign_mapper(&rig);
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     check_every_page(&rig, far);
@@ -107,13 +96,8 @@ fn a_foreign_mapper_that_reads_huge_pages_costs_no_byte() {
 
 #[test]
 fn a_foreign_mapper_that_reads_pages_on_disk_costs_no_byte() {
-    let file = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
-        Ok((file, ..)) => Arc::new(file),
-        Err(error) => return skip("io_uring", error),
-    };
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, Duration::from_millis(10));
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let Some((file, _)) = faulty_disk() else { return };
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, Duration::from_millis(10)).squeezed(LIMIT);
     until("pages were spilled", || rig.vm.stats().get(Counter::Spilled) > 1000);
     let far = read_by_a_foreign_mapper(&rig);
     check_every_page(&rig, far);
@@ -121,11 +105,8 @@ fn a_foreign_mapper_that_reads_pages_on_disk_costs_no_byte() {
 
 #[test]
 fn memory_allocated_in_the_place_of_far_pages_costs_no_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let far = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
     let file = std::fs::File::options().read(true).write(true).open(file_of(&rig)).expect("open");
     ballast_sys::memfd::allocate(&file, 0, RAM.0).expect("fallocate");
@@ -135,11 +116,8 @@ fn memory_allocated_in_the_place_of_far_pages_costs_no_byte() {
 
 #[test]
 fn bytes_that_a_foreign_mapper_writes_to_a_far_page_are_the_page_and_reported() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     let foreign = mapped_by_a_foreign_mapper(&rig);
     foreign.words(far as usize * PAGE_SIZE, 1)[0].store(77, Ordering::Relaxed);

@@ -3,36 +3,24 @@
 
 use crate::common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::store::RAM_STORE;
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{Budget, FileOptions, FileStore, SlowStore};
-use ballast_testkit::NullStore;
-use ballast_testkit::skip;
-use common::{Rig, hammer, random, restore_for, until};
+use common::{QUICK, Rig, disk, hammer, random, restore_for, until};
 
-const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(48 * MIB);
 const LIMIT: Bytes = Bytes(16 * MIB);
 const AMPLE: Bytes = Bytes(96 * MIB);
 
-/// Waits until no page is moving, and checks the counts.
-fn count_exactly(rig: &Rig) {
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
-}
-
-fn addr(rig: &Rig, page: u64) -> Hva {
-    Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64)
+fn squeezed() -> Option<Rig> {
+    Rig::huge(RAM, AMPLE, QUICK, None).map(|rig| rig.squeezed(LIMIT))
 }
 
 #[test]
@@ -41,18 +29,16 @@ fn cold_huge_pages_are_evicted_and_restored_with_every_byte() {
     rig.fill_all();
     assert_eq!(rig.resident(), RAM);
     rig.squeeze(LIMIT);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     until("resident is at the limit again", || rig.resident() <= LIMIT);
     assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
-    count_exactly(&rig);
+    rig.count_exactly();
 }
 
 #[test]
 fn a_huge_page_moves_as_one_and_one_touch_restores_all_of_it() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    count_exactly(&rig);
+    let Some(rig) = squeezed() else { return };
+    rig.count_exactly();
     let region = rig.vm.region(0).expect("region");
     let far =
         region.granules(region.range()).find(|page| region.word(*page).state() == State::Far).expect("some is far");
@@ -76,7 +62,7 @@ fn a_huge_page_of_zeros_needs_no_copy_and_untouched_ones_stay_untouched() {
     (third..2 * third).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     rig.check_census();
     rig.squeeze(Bytes(4 * MIB));
-    count_exactly(&rig);
+    rig.count_exactly();
     let census = rig.census();
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
     assert_eq!(census.untouched.0, rig.pages - 2 * third);
@@ -105,7 +91,7 @@ fn churn(rig: &Rig, discards: bool, done: impl Fn() -> bool + Sync) {
                     rig.word(page).store(versions[page as usize], Ordering::Relaxed);
                     if discards && step.is_multiple_of(64) {
                         let first = huge * PAGES_PER_UNIT;
-                        rig.vm.discard(&rig.view, &[(addr(rig, first), HUGE_SIZE as u64)]).expect("discard");
+                        rig.discard(first..first + PAGES_PER_UNIT);
                         versions[first as usize..][..PAGES_PER_UNIT as usize].fill(0);
                     }
                 }
@@ -125,7 +111,7 @@ fn a_guest_that_keeps_writing_and_discarding_huge_pages_reads_its_writes() {
     rig.set_limit(Some(LIMIT));
     let gone = || rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::EvictedZero);
     churn(&rig, true, || gone() > 200 * PAGES_PER_UNIT);
-    count_exactly(&rig);
+    rig.count_exactly();
 }
 
 #[test]
@@ -135,21 +121,13 @@ fn a_vm_that_uses_all_its_huge_pages_is_held_to_its_limit() {
     rig.set_limit(Some(LIMIT));
     hammer(&rig, || rig.resident() <= LIMIT);
     assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) & 0xFFFF_FFFF == page));
-    count_exactly(&rig);
+    rig.count_exactly();
 }
 
 #[test]
 fn huge_pages_move_to_a_file_and_are_restored_whole_while_the_guest_writes() {
-    let file: Arc<dyn SlowStore> = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE)))
-    {
-        Ok((store, ..)) => Arc::new(store),
-        Err(error) => {
-            skip("disk", format_args!("{error}; a store in memory stands in"));
-            Arc::new(NullStore::new(AMPLE))
-        }
-    };
     let soon = Duration::from_millis(5);
-    let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), Some((file, soon))) else { return };
+    let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), Some((disk(), soon))) else { return };
     rig.set_limit(Some(LIMIT));
     churn(&rig, false, || rig.vm.stats().get(Counter::FaultFile) > 20);
     rig.fill_all();
@@ -157,33 +135,26 @@ fn huge_pages_move_to_a_file_and_are_restored_whole_while_the_guest_writes() {
     let region = rig.vm.region(0).expect("region");
     let in_file = |page: &PageIdx| region.is_slow(*page);
     until("a huge page is in the file", || region.granules(region.range()).any(|page| in_file(&page)));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    let copies = || rig.ram_store().usage().pages + rig.file_store().usage().pages;
-    until("each far page has one copy", || copies() == rig.census().far.0);
+    rig.check_bytes();
+    rig.count_exactly();
 }
 
 #[test]
 fn a_discard_frees_whole_huge_pages_and_leaves_parts_alone() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let Some(rig) = squeezed() else { return };
     // The first huge page and half of the second.
     let len = (HUGE_SIZE + HUGE_SIZE / 2) as u64;
-    rig.vm.discard(&rig.view, &[(addr(&rig, 0), len), (addr(&rig, PAGES_PER_UNIT + 1), len)]).expect("discard");
+    rig.vm.discard(&rig.view, &[(rig.addr(0), len), (rig.addr(PAGES_PER_UNIT + 1), len)]).expect("discard");
     assert!((0..PAGES_PER_UNIT).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
     assert!((PAGES_PER_UNIT..2 * PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "a part was discarded");
     assert!((3 * PAGES_PER_UNIT..rig.pages).all(|page| rig.holds(page, 1)));
-    count_exactly(&rig);
+    rig.count_exactly();
 }
 
 #[test]
 fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    count_exactly(&rig);
+    let Some(rig) = squeezed() else { return };
+    rig.count_exactly();
     let region = rig.vm.region(0).expect("region");
     let far =
         region.granules(region.range()).find(|page| region.word(*page).state() == State::Far).expect("some is far");
@@ -194,7 +165,7 @@ fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
     until("the loss is counted", || rig.vm.stats().get(Counter::Poisoned) == PAGES_PER_UNIT);
     until("it is told", || rig.reported("page-lost"));
     rig.check_census();
-    rig.vm.discard(&rig.view, &[(addr(&rig, far.0), HUGE_SIZE as u64)]).expect("discard");
+    rig.discard(far.0..far.0 + PAGES_PER_UNIT);
     assert_eq!(rig.word(far.0 + 9).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
     rig.check_census();
 }
@@ -205,16 +176,14 @@ fn a_full_store_keeps_no_part_of_a_half_copied_huge_page() {
     rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("the store is full", || rig.reported("store-full"));
-    count_exactly(&rig);
+    rig.count_exactly();
     assert_eq!(rig.ram_store().usage().pages, rig.vm.stats().get(Counter::Far));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn a_successor_finds_every_huge_page_and_each_copy_once() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let Some(rig) = squeezed() else { return };
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
@@ -224,10 +193,8 @@ fn a_successor_finds_every_huge_page_and_each_copy_once() {
 
 #[test]
 fn pinning_restores_every_huge_page() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let Some(rig) = squeezed() else { return };
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }

@@ -1,5 +1,8 @@
 //! Tests of the pager in one program, which is linked once.
 
+#[macro_use]
+mod store_over;
+
 mod answered;
 mod begun;
 mod beside;

@@ -9,9 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_page::page_state::State;
-use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_sys::{Mapping, memfd};
 use ballast_testkit::PoolLoan;
@@ -75,10 +74,6 @@ fn catch_bus_errors() {
     }
 }
 
-fn addr(rig: &Rig, page: u64) -> Hva {
-    Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64)
-}
-
 /// The result of a system call that reads the page on the guest's behalf.
 fn read_by_kernel(rig: &Rig, page: u64) -> Result<(), Option<i32>> {
     let sink = memfd::create("sink", Bytes(0)).expect("memfd");
@@ -98,11 +93,8 @@ fn memory_that_fails_under_an_unmapped_page_is_a_memory_error_of_that_page_alone
     if !can_fail() {
         return;
     }
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let resident: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Resident).take(2).collect();
     for (number, page) in resident.iter().enumerate() {
         failed_page(&rig, *page, PAGE_SIZE);
@@ -117,7 +109,7 @@ fn memory_that_fails_under_an_unmapped_page_is_a_memory_error_of_that_page_alone
     assert!(intact.into_iter().all(|page| rig.holds(page, 1)), "a byte was lost");
 
     // The guest discards one of them: it can be used again, with a new page in the file.
-    rig.vm.discard(&rig.view, &[(addr(&rig, resident[0]), PAGE_SIZE as u64)]).expect("discard");
+    rig.discard(resident[0]..resident[0] + 1);
     assert_eq!(rig.word(resident[0]).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
     rig.fill(resident[0], 1);
     assert!(rig.holds(resident[0], 1));
@@ -126,7 +118,7 @@ fn memory_that_fails_under_an_unmapped_page_is_a_memory_error_of_that_page_alone
     // The other one is touched by the guest itself.
     rig.word(resident[1]).load(Ordering::Relaxed);
     assert_eq!(BUS_CODE.load(Ordering::Acquire), libc::BUS_MCEERR_AR);
-    assert_eq!(BUS_ADDR.load(Ordering::Acquire) as u64, addr(&rig, resident[1]).0);
+    assert_eq!(BUS_ADDR.load(Ordering::Acquire) as u64, rig.addr(resident[1]).0);
 }
 
 #[test]
@@ -134,8 +126,7 @@ fn a_page_whose_memory_fails_during_its_eviction_stays_and_reclaim_goes_on() {
     if !can_fail() {
         return;
     }
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let pages: Vec<u64> = (0..rig.pages).step_by(1000).collect();
     pages.iter().for_each(|page| failed_page(&rig, *page, PAGE_SIZE));
     let all_else = Bytes((pages.len() * PAGE_SIZE) as u64 + 2 * MIB);
@@ -168,15 +159,14 @@ fn failed_memory_of_an_unmapped_huge_page_is_a_memory_error_until_a_discard() {
     assert!(region.is_present(page).expect("ask"), "it is in its file, whatever happened to its memory");
     rig.set_limit(Some(LIMIT));
     until("all that can go has gone", || rig.resident() <= LIMIT && rig.reported("memory-error"));
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     assert_eq!(rig.state_of(page.0), State::Resident, "it stays where it is");
     assert_eq!(read_by_kernel(&rig, page.0 + 9), Err(Some(libc::EFAULT)));
     assert!(!rig.reported("reclaim-failed") && !rig.reported("fault-failed"), "{:?}", rig.reports.lock());
     assert_eq!(rig.vm.halted(), None);
     let intact = (0..rig.pages).filter(|other| region.first_of(PageIdx(*other)) != page);
     assert!(intact.into_iter().all(|page| rig.holds(page, 1)), "a byte was lost");
-    rig.vm.discard(&rig.view, &[(addr(&rig, page.0), HUGE_SIZE as u64)]).expect("discard");
+    rig.discard(page.0..page.0 + PAGES_PER_UNIT);
     assert_eq!(rig.word(page.0 + 9).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
     rig.check_census();
 }

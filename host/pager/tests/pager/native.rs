@@ -15,31 +15,24 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
-use common::{Rig, churn, hammer, mapped_at, random, restore_for, until, vacate};
+use common::{AMPLE, LIMIT, QUICK, RAM, Rig, churn, hammer, mapped_at, random, restore_for, until, vacate};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-const QUICK: Duration = Duration::from_millis(20);
-const RAM: Bytes = Bytes(32 * MIB);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
 
 #[test]
 fn a_view_that_is_added_twice_is_served_and_loses_no_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     rig.add_view();
     rig.squeeze(Bytes(RAM.0 / 2));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn cold_memory_is_evicted_and_restored_with_every_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     assert_eq!(rig.resident(), RAM);
     let began = Instant::now();
     rig.squeeze(LIMIT);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     let of = |counter| rig.vm.stats().get(counter);
     rig.wait_until_booked();
     let back = of(Counter::FaultRestore) + of(Counter::Prefetched);
@@ -59,9 +52,7 @@ fn every_page_is_in_exactly_one_place_and_the_gauges_agree() {
     (third..2 * third).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     rig.check_census();
     rig.squeeze(Bytes(2 * MIB));
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
     let census = rig.census();
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
     assert_eq!(census.untouched.0, rig.pages - 2 * third);
@@ -84,33 +75,29 @@ fn a_guest_that_keeps_writing_reads_its_writes() {
 
 #[test]
 fn the_engines_work_for_a_vm_is_charged_to_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let faults = rig.vm.stats().get(Counter::FaultWorkNs);
     assert!(faults > 0, "its pages were touched");
     rig.squeeze(LIMIT);
     // A task charges its time at the end of a run.
     until("reclaim is booked", || rig.vm.stats().get(Counter::TaskCpuNs) > 0);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     until("restores are booked", || rig.vm.stats().get(Counter::FaultWorkNs) > faults);
 }
 
 #[test]
 fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
-    let rig = Rig::new(RAM, Bytes(2 * MIB), QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, Bytes(2 * MIB), QUICK).filled();
     rig.set_limit(Some(LIMIT));
     until("the store is full", || rig.reported("store-full"));
     assert!(rig.resident() > LIMIT, "with a full store the limit cannot be reached");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     assert!(rig.vm.stats().get(Counter::StoreFull) > 0);
 }
 
 #[test]
 fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     rig.faults.busy_gets(2000);
@@ -126,22 +113,18 @@ fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
 
 #[test]
 fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     rig.faults.busy_puts(1);
     rig.set_limit(Some(LIMIT));
     until("the refusal was reported", || rig.reported("store-busy"));
     until("reclaim went on", || rig.resident() <= LIMIT);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     // Two that are no neighbours, so that readahead restores neither before the store fails them.
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).step_by(200).take(2).collect();
     // A system call that reads the page returns EFAULT instead of a SIGBUS.
@@ -159,19 +142,16 @@ fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it()
     assert!(read_by_kernel(far[1]).is_err(), "a page with a wrong checksum was read");
     until("both losses are counted", || rig.vm.stats().get(Counter::Poisoned) == 2);
     rig.check_census();
-    let at = Hva((rig.guest.addr() + far[0] as usize * PAGE_SIZE) as u64);
-    rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+    rig.discard(far[0]..far[0] + 1);
     assert_eq!(rig.word(far[0]).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
     rig.check_census();
 }
 
 #[test]
 fn discarded_pages_of_every_state_read_zeros_and_free_their_copies() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let half = RAM.0 / 2;
-    rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
+    rig.vm.discard(&rig.view, &[(rig.addr(0), half)]).expect("discard");
     // Rounded inward: a range that begins inside a page does not touch that page.
     let odd = Hva(rig.guest.addr() as u64 + half + 100);
     rig.vm.discard(&rig.view, &[(odd, PAGE_SIZE as u64)]).expect("discard");
@@ -181,32 +161,27 @@ fn discarded_pages_of_every_state_read_zeros_and_free_their_copies() {
     rig.fill(5, 2);
     assert!(rig.holds(5, 2), "a write after a discard is kept");
     // A hold: without a limit, the worker would turn zero pages back during the count.
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
 }
 
 #[test]
 fn a_large_discard_writes_no_words_of_pages_that_never_moved_and_frees_all_copies() {
     let rig = Rig::new(Bytes(96 * MIB), AMPLE, QUICK);
-    let all = [(Hva(rig.guest.addr() as u64), 96 * MIB)];
     let words = || {
         let written = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
         written.iter().map(|pages| pages.count()).sum::<u64>()
     };
     rig.fill_all();
     let before = words();
-    rig.vm.discard(&rig.view, &all).expect("discard");
+    rig.discard(0..rig.pages);
     assert_eq!((rig.resident(), words()), (Bytes(0), before));
     assert!(before < rig.pages, "most of it never moved");
     assert_eq!(rig.vm.stats().get(Counter::Discarded), rig.pages);
     // Now parts of it have moved.
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.squeeze(Bytes(80 * MIB));
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    let (first, len) = (rig.guest.addr() + PAGE_SIZE, 96 * MIB - 2 * PAGE_SIZE as u64);
-    rig.vm.discard(&rig.view, &[(Hva(first as u64), len)]).expect("discard");
+    rig.hold_still();
+    rig.discard(1..rig.pages - 1);
     assert!((1..rig.pages - 1).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
     assert!([0, rig.pages - 1].into_iter().all(|page| rig.holds(page, 1)), "a page outside the range was touched");
     assert!(rig.vm.stats().get(Counter::Far) <= 2, "copies are freed");
@@ -217,14 +192,13 @@ fn a_large_discard_writes_no_words_of_pages_that_never_moved_and_frees_all_copie
 fn large_discards_race_with_eviction_and_lose_no_later_write() {
     let rig = Rig::new(Bytes(64 * MIB), AMPLE, Duration::from_millis(2));
     rig.set_limit(Some(Bytes(16 * MIB)));
-    let half = 32 * MIB;
     let state = AtomicU64::new(78);
     for round in 1..=200u64 {
         let kept = (0..50).map(|_| rig.pages / 2 + random(&state) % (rig.pages / 2)).collect::<Vec<_>>();
         kept.iter().for_each(|page| rig.word(*page).store(round, Ordering::Relaxed));
         let gone = (0..200).map(|_| random(&state) % (rig.pages / 2)).collect::<Vec<_>>();
         gone.iter().for_each(|page| rig.word(*page).store(round, Ordering::Relaxed));
-        rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
+        rig.discard(0..rig.pages / 2);
         let now = |page: &u64| rig.word(*page).load(Ordering::Relaxed);
         assert!(gone.iter().all(|page| now(page) == 0), "round {round}");
         assert!(kept.iter().all(|page| now(page) == round), "round {round}");
@@ -240,8 +214,7 @@ fn discards_race_with_eviction_and_restore_without_losing_a_later_write() {
         let page = random(&state) % rig.pages;
         rig.word(page).store(round, Ordering::Relaxed);
         let other = random(&state) % rig.pages;
-        let at = Hva((rig.guest.addr() + other as usize * PAGE_SIZE) as u64);
-        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+        rig.discard(other..other + 1);
         let expected = if other == page { 0 } else { round };
         assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "round {round}");
         assert_eq!(rig.word(other).load(Ordering::Relaxed), 0, "round {round}");
@@ -264,9 +237,7 @@ fn a_vm_without_pressure_has_nothing_registered() {
 
 #[test]
 fn raising_the_limit_stops_reclaim_and_restores_nothing() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.set_limit(Some(Bytes(24 * MIB)));
     rig.wait_for_quarantine();
     let counted = |counter| rig.vm.stats().get(counter);
@@ -283,9 +254,7 @@ fn sleeps_of(thread: u32) -> u64 {
 
 #[test]
 fn a_restore_sleeps_while_a_page_is_not_available_and_ends_when_the_vm_is_closed() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.faults.busy_gets(u64::MAX);
     let (vm, (say, hear)) = (rig.vm.clone(), std::sync::mpsc::channel());
     let restoring = std::thread::spawn(move || {
@@ -302,9 +271,7 @@ fn a_restore_sleeps_while_a_page_is_not_available_and_ends_when_the_vm_is_closed
 
 #[test]
 fn a_restore_ends_when_the_vm_is_no_longer_held() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.faults.busy_gets(u64::MAX);
     let vm = rig.vm.clone();
     let restoring = std::thread::spawn(move || restore_for(&vm, Hold::Kept));
@@ -313,15 +280,13 @@ fn a_restore_ends_when_the_vm_is_no_longer_held() {
     let error = restoring.join().expect("no panic").expect_err("most of it is far");
     assert_eq!(error.to_string(), "it may be reclaimed again");
     rig.faults.busy_gets(0);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 /// A store gives a page up as lost only after many reads.
 #[test]
 fn unavailable_pages_are_retried_before_all_other_pages_were_tried() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.faults.busy_gets(u64::MAX);
     let vm = rig.vm.clone();
     let restoring = std::thread::spawn(move || restore_for(&vm, Hold::Pinned));
@@ -331,14 +296,12 @@ fn unavailable_pages_are_retried_before_all_other_pages_were_tried() {
     rig.faults.busy_gets(0);
     restoring.join().expect("no panic").expect("restored");
     assert!(asked < far, "{asked} of {far} had their turn before");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn available_pages_are_restored_although_most_others_are_not_available() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let vm = rig.vm.clone();
     rig.vm.hold(Hold::Pinned, Some("the test says so".into()));
     rig.wait_for_quarantine();
@@ -350,20 +313,18 @@ fn available_pages_are_restored_although_most_others_are_not_available() {
     until("no other is", || rig.vm.stats().get(Counter::Far) as usize == far.len() - there.len());
     rig.faults.busy_below(PageIdx(0));
     restoring.join().expect("no panic").expect("restored");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn pinning_restores_every_page_and_keeps_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     assert_eq!(rig.resident(), RAM);
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
     rig.vm.hold(Hold::Shared, None);
     assert_eq!(rig.vm.held().as_deref(), Some("the test says so"), "another kind of reason lifted the pin");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 /// Another view of this process, with the rig's userfaultfd; no thread answers its zaps.
@@ -385,21 +346,18 @@ fn a_restore_allocates_no_memory_for_words_that_were_never_written() {
 
 #[test]
 fn every_page_is_restored_through_the_process_that_still_maps_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let (first, _first) = another_view(&rig, 1);
     let copy = rig.second_mapping();
     rig.vm.add_view(first, &mapped_at(Hva(copy as u64), RAM)).expect("view");
     rig.vm.remove_view(std::process::id());
     let (second, _second) = another_view(&rig, std::process::id());
-    rig.vm.add_view(second, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
+    rig.vm.add_view(second, &mapped_at(rig.addr(0), RAM)).expect("view");
     vacate(copy, RAM.0 as usize);
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     assert_eq!(rig.resident(), RAM);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
@@ -423,11 +381,8 @@ fn of_a_vm_that_was_loaded_no_byte_is_lost_after_another_process_attached_while_
 
 #[test]
 fn a_page_that_no_process_maps_any_more_is_restored_into_its_file() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let gone = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     let at = rig.guest.addr() + gone as usize * PAGE_SIZE;
     vacate(at, PAGE_SIZE);
@@ -440,11 +395,8 @@ fn a_page_that_no_process_maps_any_more_is_restored_into_its_file() {
 
 #[test]
 fn each_page_is_restored_through_whichever_process_maps_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    rig.hold_still();
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(400).collect();
     let (other, _other) = another_view(&rig, 1);
     let copy = rig.second_mapping();
@@ -463,9 +415,7 @@ fn each_page_is_restored_through_whichever_process_maps_it() {
 
 #[test]
 fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_again() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     rig.faults.busy_gets(u64::MAX);
@@ -480,7 +430,7 @@ fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_again() {
         });
         rig.faults.busy_gets(0);
         let (view, _theirs) = another_view(&rig, std::process::id());
-        rig.vm.add_view(view, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
+        rig.vm.add_view(view, &mapped_at(rig.addr(0), RAM)).expect("view");
         assert!(waiting.join().expect("guest"), "wrong bytes");
     });
 }
@@ -488,9 +438,7 @@ fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_again() {
 #[test]
 fn a_successor_finds_every_byte_and_repairs_the_words_after_an_abrupt_end() {
     use ballast_pager::vm::recover::recover;
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     // The store has exactly the copies that words name.
@@ -506,8 +454,7 @@ fn a_successor_finds_every_byte_and_repairs_the_words_after_an_abrupt_end() {
 #[test]
 fn nothing_is_reclaimed_before_a_view_is_there() {
     // An engine that takes over opens a VM before it gets its views; until then it cannot zap.
-    let rig = Rig::without_view(RAM, AMPLE, Duration::from_millis(1));
-    rig.fill_all();
+    let rig = Rig::without_view(RAM, AMPLE, Duration::from_millis(1)).filled();
     rig.set_limit(Some(LIMIT));
     let rounds = AtomicU64::new(0);
     until("the worker had time for many rounds", || {
@@ -517,7 +464,7 @@ fn nothing_is_reclaimed_before_a_view_is_there() {
     assert_eq!(rig.vm.stats().get(Counter::Zapped), 0, "pages count as zapped that nobody zapped");
     rig.add_view();
     until("resident is at the limit", || rig.resident() <= LIMIT);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
@@ -536,14 +483,13 @@ fn pages_quarantined_before_a_view_was_added_begin_their_quarantine_again() {
 
 #[test]
 fn readahead_restores_pages_with_every_byte_and_within_the_limit() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let stats = rig.vm.stats();
     for limit in [None, Some(LIMIT)] {
         rig.squeeze(Bytes(2 * MIB));
         rig.set_limit(limit);
         let before = (stats.get(Counter::FaultRestore), stats.get(Counter::Prefetched));
-        assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+        rig.check_bytes();
         let faults = stats.get(Counter::FaultRestore) - before.0;
         let ahead = stats.get(Counter::Prefetched) - before.1;
         assert!(
@@ -551,18 +497,13 @@ fn readahead_restores_pages_with_every_byte_and_within_the_limit() {
             "{faults} faults, and {ahead} pages that came before them, with a limit of {limit:?}"
         );
     }
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
 }
 
 #[test]
 fn a_page_that_readahead_could_not_restore_comes_with_its_own_fault() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(Bytes(2 * MIB));
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(Bytes(2 * MIB));
+    rig.hold_still();
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("some page is far");
     let rest = far + 3;
     assert!((0..rest).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -575,41 +516,36 @@ fn a_page_that_readahead_could_not_restore_comes_with_its_own_fault() {
 
 #[test]
 fn a_worker_that_panics_starts_again_without_losing_a_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     rig.panics.store(2, Ordering::Relaxed);
     rig.squeeze(LIMIT);
     assert!(rig.reported("worker-panic"), "a put panicked");
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     rig.panics.store(2, Ordering::Relaxed);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     assert_eq!(rig.panics.load(Ordering::Relaxed), 0, "gets panicked, too");
     rig.check_census();
 }
 
 #[test]
 fn a_region_that_one_process_unmaps_stays_for_the_others() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let (other, _theirs) = another_view(&rig, 1);
     // The other process never touches it, so any address will do.
     let elsewhere = Hva(0x10_0000_0000);
     rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
     assert_eq!(rig.vm.remove_region(&other, elsewhere, None).expect("unmap"), None, "the region is still mapped");
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "the other process's unmap destroyed the guest's memory");
-    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug"), Some(0));
+    assert_eq!(rig.vm.remove_region(&rig.view, rig.addr(0), None).expect("unplug"), Some(0));
 }
 
 #[test]
 fn a_region_that_one_process_unplugs_is_removed_when_the_last_other_one_ends() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let (other, _theirs) = another_view(&rig, 1);
     let elsewhere = Hva(0x10_0000_0000);
     rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
-    let address = Hva(rig.guest.addr() as u64);
+    let address = rig.addr(0);
     assert_eq!(rig.vm.remove_region(&rig.view, address, None).expect("unplug"), None);
     assert!(rig.vm.left_unplugged().is_empty(), "the other has it");
     rig.vm.remove_view(other.pid);
@@ -627,7 +563,7 @@ fn a_region_that_was_unplugged_and_is_mapped_again_stays_when_that_process_ends(
     let (other, _theirs) = another_view(&rig, 1);
     let elsewhere = Hva(0x10_0000_0000);
     rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
-    let address = Hva(rig.guest.addr() as u64);
+    let address = rig.addr(0);
     rig.vm.remove_region(&rig.view, address, None).expect("unplug");
     rig.vm.add_span(&rig.view, ballast_base::wire::Span { hva: address, len: RAM }, 0).expect("plugged again");
     rig.vm.remove_view(other.pid);
@@ -638,10 +574,8 @@ fn a_region_that_was_unplugged_and_is_mapped_again_stays_when_that_process_ends(
 
 #[test]
 fn a_region_is_unplugged_by_its_number_if_the_view_has_no_span_of_it() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    let address = Hva(rig.guest.addr() as u64);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    let address = rig.addr(0);
     rig.view.remove_span(address);
     assert_eq!(rig.vm.remove_region(&rig.view, address, Some(0)).expect("unplug"), Some(0));
     assert!(rig.vm.region(0).expect("its number stays").is_removed() && rig.vm.state.regions()[0].removed);
@@ -656,7 +590,7 @@ fn a_region_unplugged_with_pages_in_quarantine_frees_the_memory_of_its_words() {
     rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > 0);
-    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug"), Some(0));
+    assert_eq!(rig.vm.remove_region(&rig.view, rig.addr(0), None).expect("unplug"), Some(0));
     // The reclaim worker releases its pages from quarantine.
     rig.vm.stop();
     let words = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
@@ -666,23 +600,19 @@ fn a_region_unplugged_with_pages_in_quarantine_frees_the_memory_of_its_words() {
 
 #[test]
 fn pages_of_a_region_without_a_known_process_are_restored_into_its_file() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    let address = Hva(rig.guest.addr() as u64);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    let address = rig.addr(0);
     rig.view.remove_span(address);
     restore_for(&rig.vm, Hold::Kept).expect("they come back");
     assert_eq!(rig.vm.far_in(&rig.vm.regions()).expect("known").0, 0);
     rig.vm.add_span(&rig.view, ballast_base::wire::Span { hva: address, len: RAM }, 0).expect("mapped again");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn a_lost_page_of_a_region_without_a_known_process_costs_only_that_page() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    let address = Hva(rig.guest.addr() as u64);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
+    let address = rig.addr(0);
     rig.view.remove_span(address);
     rig.faults.corrupt(1);
     restore_for(&rig.vm, Hold::Kept).expect("all others come back");
@@ -692,27 +622,23 @@ fn a_lost_page_of_a_region_without_a_known_process_costs_only_that_page() {
 
 #[test]
 fn an_unplugged_region_is_not_counted_as_registered() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
-    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug");
+    rig.vm.remove_region(&rig.view, rig.addr(0), None).expect("unplug");
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
 }
 
 #[test]
 fn the_files_of_an_unplugged_region_are_closed() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     let worked_with = rig.vm.region(0).expect("region");
-    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug");
+    rig.vm.remove_region(&rig.view, rig.addr(0), None).expect("unplug");
     let now = rig.vm.region(0).expect("its number stays");
     assert!(now.is_removed() && now.files().is_empty(), "{:?}", now.files());
     assert!(worked_with.is_removed() && worked_with.pages().0 == 0);
     until("those that worked with it have finished", || std::sync::Arc::strong_count(&worked_with) == 1);
     assert_eq!((rig.vm.size().0, rig.vm.lost()), (0, 0));
-    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("once"), None);
+    assert_eq!(rig.vm.remove_region(&rig.view, rig.addr(0), None).expect("once"), None);
 }
 
 #[test]
@@ -734,7 +660,7 @@ fn a_vm_at_rest_that_grows_by_memory_it_never_touched_is_held_to_its_limit() {
     // None of it is registered, so the engine sees no fault.
     (rig.pages / 2..rig.pages).for_each(|page| rig.fill(page, 1));
     until("it rests at its limit", || rig.vm.rests() && rig.resident() <= limit);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     until("what was restored goes", || rig.vm.rests() && rig.resident() <= limit);
     rig.check_census();
 }

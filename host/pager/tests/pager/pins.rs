@@ -3,20 +3,19 @@
 use crate::common;
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_page::page_state::State;
-use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_testkit::skip;
 use ballast_testvm::Finally;
 use ballast_testvm::fuse::Fuse;
 
-use common::{Rig, hammer, mapped_by_a_foreign_mapper, until};
+use common::{Pipe, Rig, hammer, mapped_by_a_foreign_mapper, until};
 
 const AMPLE: Bytes = Bytes(GIB);
 
@@ -58,8 +57,7 @@ fn a_plain_read_past_the_page_cache_loses_nothing_in_a_squeezed_vm() {
     const ROUNDS: u64 = 40;
     const AT_ONCE: u64 = 32;
     let Some((_fuse, file)) = slow_file(READERS * AT_ONCE, Duration::from_millis(60)) else { return };
-    let rig = Rig::new(Bytes(128 * MIB), AMPLE, Duration::from_secs(1));
-    rig.fill_all();
+    let rig = Rig::new(Bytes(128 * MIB), AMPLE, Duration::from_secs(1)).filled();
     rig.set_limit(Some(Bytes(32 * MIB)));
     // One thread keeps touching the lower half; each reader has a part of the upper half.
     let half = rig.pages / 2;
@@ -111,34 +109,15 @@ fn only_these_stay(rig: &Rig, pages: &[u64]) {
 fn all_go_and_come_back(rig: &Rig) {
     until("all have gone", || rig.resident().0 == 0 && rig.vm.pinned.pages().0 == 0);
     rig.check_bytes();
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     let far = || rig.census().far.0;
     until("the last are counted", || rig.vm.stats().get(Counter::Far) == far());
     rig.check_census();
 }
 
 fn small_rig() -> Option<Rig> {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     rig.is_asked().then_some(rig)
-}
-
-/// A pipe that holds some pages of the guest.
-struct Pipe {
-    _ends: (OwnedFd, OwnedFd),
-}
-
-impl Pipe {
-    fn with(rig: &Rig, pages: std::ops::Range<u64>) -> Self {
-        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
-        let len = (pages.end - pages.start) as usize * PAGE_SIZE;
-        let range = libc::iovec { iov_base: rig.guest.ptr(pages.start as usize * PAGE_SIZE, len).cast(), iov_len: len };
-        // SAFETY: one range, inside the guest's RAM, which lives as long as the rig; the pipe is only ever dropped.
-        let taken = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const range, 1, 0) };
-        assert_eq!(taken, len as isize, "{}", std::io::Error::last_os_error());
-        Self { _ends: (reader, writer) }
-    }
 }
 
 #[test]

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::tuning::HostTiers;
 use ballast_sys::numa::{self, Place};
 use ballast_testkit::skip;
 use ballast_testvm::Finally;
-use common::{Rig, random, until};
+use common::{Pipe, Rig, random, until};
 
 const UNITS: u64 = 16;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);
@@ -29,7 +29,7 @@ fn placed(fast_percent: u32) -> Option<Rig> {
     }
     let tiers = HostTiers { fast_node: 0, slow_node: 1, fast_percent, mib_per_s: 1024 };
     let rig = Rig::on_nodes(RAM, AMPLE, tiers).made_huge()?;
-    let addresses: Vec<u64> = (0..rig.pages).map(|page| address(&rig, page).0).collect();
+    let addresses: Vec<u64> = (0..rig.pages).map(|page| rig.addr(page).0).collect();
     // The kernel skips a huge page that is held for a moment, or for which the node has no room yet.
     let moved = (0..100).any(|_| {
         numa::move_pages(std::process::id(), &addresses, 0).expect("permitted");
@@ -39,10 +39,6 @@ fn placed(fast_percent: u32) -> Option<Rig> {
     Some(rig)
 }
 
-fn address(rig: &Rig, page: u64) -> Hva {
-    Hva(rig.guest.addr() as u64) + page * PAGE_SIZE as u64
-}
-
 /// Number of these pages on the slow node. Touches them until each has been found.
 fn on_slow(rig: &Rig, pages: impl Iterator<Item = u64>) -> u64 {
     let mut left: Vec<u64> = pages.collect();
@@ -50,7 +46,7 @@ fn on_slow(rig: &Rig, pages: impl Iterator<Item = u64>) -> u64 {
     while !left.is_empty() {
         // A scan may unmap them right after this.
         left.iter().for_each(|page| assert_ne!(rig.word(*page).load(Ordering::Relaxed), 0));
-        let addresses: Vec<u64> = left.iter().map(|page| address(rig, *page).0).collect();
+        let addresses: Vec<u64> = left.iter().map(|page| rig.addr(*page).0).collect();
         let found = numa::locate(std::process::id(), &addresses).expect("permitted").expect("this process");
         slow += found.iter().filter(|place| **place == Place::Node(1)).count() as u64;
         let is_found = |at: usize| matches!(found[at], Place::Node(_));
@@ -144,17 +140,10 @@ fn pages_are_evicted_and_restored_while_they_are_moved_and_no_byte_is_lost() {
 
 #[test]
 fn a_huge_page_that_is_held_stays_where_it_is_and_others_are_moved() {
-    use rustix::pipe::{IoSliceRaw, SpliceFlags, pipe, vmsplice};
     let Some(rig) = placed(25) else { return };
-    let (_reader, writer) = pipe().expect("pipe");
     // Of equally skewed units, the last is split first.
     let unit = rig.pages - PAGES_PER_UNIT;
-    // SAFETY: the page is inside the guest's mapping, which outlives the pipe; the kernel only takes a reference to it.
-    let page =
-        unsafe { std::slice::from_raw_parts(rig.guest.ptr((unit as usize + 3) * PAGE_SIZE, PAGE_SIZE), PAGE_SIZE) };
-    // SAFETY: as above.
-    let held = unsafe { vmsplice(&writer, &[IoSliceRaw::from_slice(page)], SpliceFlags::empty()) };
-    assert_eq!(held.expect("vmsplice"), PAGE_SIZE);
+    let _pipe = Pipe::with(&rig, unit + 3..unit + 4);
     let hot: Vec<u64> = (0..rig.pages).filter(|page| page % EACH == 3).collect();
     touching(&rig, &hot, || {
         until("it was tried", || get(&rig, Counter::SplitFailed) + get(&rig, Counter::MoveFailed) > 0);

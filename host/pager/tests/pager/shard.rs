@@ -28,8 +28,7 @@ fn addr(rig: &Rig, offset: u64) -> Hva {
 
 #[test]
 fn each_stripe_is_registered_with_one_userfaultfd_and_the_kernel_allows_no_other() {
-    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    rig.fill_all();
+    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS).filled();
     // Less than the last part, so that all must be evicted.
     rig.set_limit(Some(Bytes(MIB / 2)));
     until("all of RAM is registered", || rig.vm.stats().get(Counter::RegisteredBytes) == RAM.0);
@@ -43,7 +42,7 @@ fn each_stripe_is_registered_with_one_userfaultfd_and_the_kernel_allows_no_other
     }
     // And all chunks can be unregistered.
     rig.set_limit(None);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     until("all is given back to the kernel", || rig.vm.stats().get(Counter::RegisteredBytes) == 0);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost at unregistering");
     rig.check_census();
@@ -52,8 +51,7 @@ fn each_stripe_is_registered_with_one_userfaultfd_and_the_kernel_allows_no_other
 #[test]
 fn threads_that_write_all_over_ram_read_their_writes_whichever_worker_serves_them() {
     const EVICTIONS: u64 = 20_000;
-    let rig = Rig::sharded(RAM, AMPLE, Duration::from_millis(1), SHARDS);
-    rig.fill_all();
+    let rig = Rig::sharded(RAM, AMPLE, Duration::from_millis(1), SHARDS).filled();
     rig.set_limit(Some(Bytes(24 * MIB)));
     let discarded = AtomicU64::new(0);
     std::thread::scope(|scope| {
@@ -69,8 +67,7 @@ fn threads_that_write_all_over_ram_read_their_writes_whichever_worker_serves_the
                     assert!(rig.holds(page, *seed), "page {page} in version {seed}");
                     *seed += 1;
                     if seed.is_multiple_of(3) {
-                        let range = (addr(rig, page * PAGE_SIZE as u64), PAGE_SIZE as u64);
-                        rig.vm.discard(&rig.view, &[range]).expect("discard");
+                        rig.discard(page..page + 1);
                         assert_eq!(rig.word(page).load(Ordering::Relaxed), 0, "page {page} was discarded");
                         discarded.fetch_add(1, Ordering::Relaxed);
                     }
@@ -83,16 +80,12 @@ fn threads_that_write_all_over_ram_read_their_writes_whichever_worker_serves_the
         }
     });
     assert!(discarded.load(Ordering::Relaxed) > 0);
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
 }
 
 #[test]
 fn two_workers_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
-    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    rig.fill_all();
-    rig.squeeze(Bytes(8 * MIB));
+    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS).squeezed(Bytes(8 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let stripe = STRIPE.0 / PAGE_SIZE as u64;
     let far = [0, stripe].map(|first| {
@@ -142,7 +135,7 @@ fn units_on_both_sides_of_a_stripes_end_are_tracked_and_mapped_huge_again() {
         let huge = rig.mapped_huge();
         assert!(huge.0 + HUGE_SIZE as u64 >= ram.0, "{huge}");
     }
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
@@ -161,18 +154,13 @@ fn huge_pages_of_all_stripes_are_evicted_and_restored_by_several_threads() {
             });
         }
     });
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    rig.check_census();
+    rig.count_exactly();
 }
 
 #[test]
 fn a_worker_that_panics_starts_again_and_the_others_go_on() {
-    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    rig.fill_all();
-    rig.squeeze(Bytes(8 * MIB));
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS).squeezed(Bytes(8 * MIB));
+    rig.hold_still();
     rig.panics.store(2, Ordering::Relaxed);
     std::thread::scope(|scope| {
         for part in 0..4 {

@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use ballast_base::store::{DurableStore, Ending, FILE_STORE, IoContext, RAM_STORE, Reader, Recovered, RegionKey};
+use ballast_base::store::{Ending, FILE_STORE, IoContext, RAM_STORE, Reader, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
-use ballast_page::copies::store_number;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_page::page_state::{State, Word};
 use ballast_pager::run::pool::Pool;
 use ballast_pager::run::queue::Next;
@@ -21,32 +20,12 @@ use ballast_pager::vm::far::slow_queue::WORKERS;
 use ballast_pager::vm::far::stores::LateStore;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
-    SlowStore, Store, StoreUsage,
-};
-use ballast_testkit::skip;
+use ballast_store::{DiskFault, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, SlowStore, Store};
 use ballast_testkit::{Faults, FaultyStore, NullStore, PutFault};
 use ballast_testvm::Finally;
-use common::{Rig, random, restore_for, until};
+use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, disk, faulty_disk, random, restore_for, until};
 
-const QUICK: Duration = Duration::from_millis(20);
-const SOON: Duration = Duration::from_millis(10);
 const NEVER: Duration = Duration::from_secs(100_000);
-const RAM: Bytes = Bytes(32 * MIB);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
-
-/// A file store on a disk; if there is none, a store in memory, with a printed line.
-fn disk() -> Arc<dyn SlowStore> {
-    match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
-        Ok((store, ..)) => Arc::new(store),
-        Err(error) => {
-            skip("disk", format_args!("{error}; a store in memory stands in"));
-            Arc::new(NullStore::new(AMPLE))
-        }
-    }
-}
 
 /// A file store with injected faults.
 fn faulty() -> (Arc<dyn SlowStore>, Arc<Faults>) {
@@ -54,51 +33,27 @@ fn faulty() -> (Arc<dyn SlowStore>, Arc<Faults>) {
     (Arc::new(store), faults)
 }
 
-fn in_file(rig: &Rig, page: u64) -> bool {
-    store_number(rig.vm.region(0).expect("region").word(PageIdx(page))) == Some(FILE_STORE)
-}
-
-fn count_in_file(rig: &Rig) -> u64 {
-    (0..rig.pages).filter(|page| in_file(rig, *page)).count() as u64
-}
-
-/// Waits until every page that can be far is in the file.
-fn wait_until_spilled(rig: &Rig) {
-    rig.squeeze(LIMIT);
-    until("what is far is in the file", || {
-        let far = rig.vm.stats().get(Counter::Far);
-        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2 && count_in_file(rig) * 10 > far * 9
-    });
+/// A full VM with most far pages in this slow store.
+fn spilled(file: Arc<dyn SlowStore>) -> Rig {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON).filled();
+    rig.squeeze_into(FILE_STORE, LIMIT);
+    rig
 }
 
 /// A full VM with most far pages in a file store with injected faults.
 fn spilled_to_faulty() -> (Rig, Arc<Faults>) {
     let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
-    (rig, faults)
-}
-
-fn count_exactly(rig: &Rig) {
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    // When the copies add up, a run that was under way at the hold has ended.
-    let copies = || rig.ram_store().usage().pages + rig.file_store().usage().pages;
-    until("each far page has one copy", || copies() == rig.census().far.0);
-    rig.check_census();
+    (spilled(file), faults)
 }
 
 #[test]
 fn pages_that_are_far_for_long_move_to_the_file_and_are_restored_with_every_byte() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
-    count_exactly(&rig);
+    let rig = spilled(disk());
+    rig.count_exactly();
     rig.vm.hold(Hold::Shared, None);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     assert!(rig.vm.stats().get(Counter::FaultFile) > 0);
-    wait_until_spilled(&rig);
+    rig.squeeze_into(FILE_STORE, LIMIT);
     assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
 }
 
@@ -121,8 +76,7 @@ fn a_guest_that_writes_and_discards_while_pages_are_spilled_reads_its_writes() {
                     let expected = versions[page as usize];
                     assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
                     if step.is_multiple_of(16) {
-                        let at = Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64);
-                        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+                        rig.discard(page..page + 1);
                         versions[page as usize] = 0;
                         continue;
                     }
@@ -136,17 +90,15 @@ fn a_guest_that_writes_and_discards_while_pages_are_spilled_reads_its_writes() {
             });
         }
     });
-    count_exactly(&rig);
+    rig.count_exactly();
 }
 
 #[test]
 fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
-    rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), RAM.0)]).expect("discard");
+    let rig = spilled(disk());
+    rig.discard(0..rig.pages);
     rig.set_limit(None);
-    until("nothing is stored any more", || rig.ram_store().usage().pages + rig.file_store().usage().pages == 0);
+    until("nothing is stored any more", || rig.copies() == 0);
     assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
 }
@@ -155,18 +107,18 @@ fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
 fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
     let (rig, faults) = spilled_to_faulty();
     let _release = Finally(|| faults.release());
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     // Pages that are far in RAM must not move to the file during the test.
     faults.fail_puts(Some(PutFault::Busy));
-    count_exactly(&rig);
-    let away: Vec<u64> = (0..rig.pages).filter(|page| in_file(&rig, *page)).take(2).collect();
+    rig.count_exactly();
+    let away: Vec<u64> = (0..rig.pages).filter(|page| rig.is_in(FILE_STORE, *page)).take(2).collect();
     faults.stall_gets();
     std::thread::scope(|scope| {
         let waiting: Vec<_> = away.iter().map(|page| scope.spawn(|| rig.holds(*page, 1))).collect();
         faults.wait_until_stalled(2);
         // Minor faults, fresh pages and pages in RAM are still served.
-        let near: Vec<u64> = (0..rig.pages).filter(|page| !in_file(&rig, *page) && !away.contains(page)).collect();
+        let near: Vec<u64> =
+            (0..rig.pages).filter(|page| !rig.is_in(FILE_STORE, *page) && !away.contains(page)).collect();
         assert!(!near.is_empty() && near.iter().all(|page| rig.holds(*page, 1)));
         let some = rig.vm.stats().get(Counter::StallSomeNs);
         faults.release();
@@ -181,17 +133,16 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_is_reported_once() {
     for fault in [PutFault::Full, PutFault::Busy] {
         let (file, faults) = faulty();
         faults.fail_puts(Some(fault));
-        let rig = Rig::spilling(RAM, AMPLE, QUICK, file.clone(), SOON);
-        rig.fill_all();
+        let rig = Rig::spilling(RAM, AMPLE, QUICK, file.clone(), SOON).filled();
         rig.set_limit(Some(LIMIT));
         until("the refusal is reported", || rig.reported("spill-rests"));
         until("resident is at the limit", || rig.resident() <= LIMIT);
-        assert_eq!(count_in_file(&rig), 0);
+        assert_eq!(rig.count_in(FILE_STORE), 0);
         faults.fail_puts(None);
-        until("pages are spilled", || count_in_file(&rig) > 0);
+        until("pages are spilled", || rig.count_in(FILE_STORE) > 0);
         let said = rig.reports.lock().expect("reports").iter().filter(|(kind, _)| kind == "spill-rests").count();
         assert_eq!(said, 1, "{fault:?}");
-        assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+        rig.check_bytes();
     }
 }
 
@@ -204,11 +155,7 @@ struct Slow {
     behind: AtomicU64,
 }
 
-impl Store for Slow {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.pages.put(key, bytes)
-    }
-
+store_over! { pages, Slow,
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         if self.late.load(Ordering::Relaxed) > 0 {
             self.behind.fetch_add(1, Ordering::Relaxed);
@@ -223,20 +170,6 @@ impl Store for Slow {
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         self.pages.get(key, handle, out, context)
     }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.pages.free(key, handle);
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.pages.usage()
-    }
-}
-
-impl DurableStore for Slow {
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.pages.recover(live)
-    }
 }
 
 impl SlowStore for Slow {
@@ -250,11 +183,9 @@ impl SlowStore for Slow {
 fn a_store_that_takes_no_full_run_in_time_gets_shorter_ones_and_none_while_late() {
     let (late, behind) = Default::default();
     let slow = Arc::new(Slow { pages: NullStore::new(AMPLE), late, behind });
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, slow.clone(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let rig = spilled(slow.clone());
     assert_eq!(slow.behind.load(Ordering::Relaxed), 0);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 /// A store that counts the runs under way.
@@ -265,27 +196,9 @@ struct Remote {
     most: AtomicU64,
 }
 
-impl Store for Remote {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.pages.put(key, bytes)
-    }
-
+store_over! { pages, Remote,
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         self.pages.get(key, handle, out, context)
-    }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.pages.free(key, handle);
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.pages.usage()
-    }
-}
-
-impl DurableStore for Remote {
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.pages.recover(live)
     }
 }
 
@@ -309,12 +222,12 @@ fn a_store_gets_two_runs_at_once_and_spill_waits_for_each() {
     // A pass that finds few old pages sends only one run.
     until("two runs were under way", || {
         rig.fill_all();
-        wait_until_spilled(&rig);
+        rig.squeeze_into(FILE_STORE, LIMIT);
         store.most.load(Ordering::Acquire) >= 2
     });
     assert_eq!(store.most.load(Ordering::Acquire), 2);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    count_exactly(&rig);
+    rig.check_bytes();
+    rig.count_exactly();
     assert_eq!(store.under_way.load(Ordering::Acquire), 0);
 }
 
@@ -341,11 +254,7 @@ impl Withholds {
 #[derive(Debug)]
 struct Partly(NullStore, Arc<Withholds>);
 
-impl Store for Partly {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.0.put(key, bytes)
-    }
-
+store_over! { 0, Partly,
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         let Partly(pages, withholds) = self;
         if !withholds.pages().contains(&key.page.0) {
@@ -363,20 +272,6 @@ impl Store for Partly {
         }
         GetOutcome::Busy
     }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.0.free(key, handle);
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.0.usage()
-    }
-}
-
-impl DurableStore for Partly {
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.0.recover(live)
-    }
 }
 
 impl SlowStore for Partly {}
@@ -384,12 +279,9 @@ impl SlowStore for Partly {}
 #[test]
 fn any_number_of_late_pages_leaves_a_worker_for_the_others() {
     let withholds = Arc::<Withholds>::default();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
-    let away: Vec<u64> = (0..rig.pages).step_by(7).filter(|page| in_file(&rig, *page)).collect();
+    let rig = spilled(Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())));
+    rig.hold_still();
+    let away: Vec<u64> = (0..rig.pages).step_by(7).filter(|page| rig.is_in(FILE_STORE, *page)).collect();
     let (late, others) = away.split_at(2 * WORKERS);
     withholds.pages().extend(late);
     let _release = Finally(|| withholds.release());
@@ -409,12 +301,10 @@ fn any_number_of_late_pages_leaves_a_worker_for_the_others() {
 #[test]
 fn a_vm_that_is_stopped_waits_for_no_late_page_and_the_next_engine_serves_them() {
     let withholds = Arc::<Withholds>::default();
-    let mut rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
-    let late: Vec<u64> = (0..rig.pages).step_by(7).filter(|page| in_file(&rig, *page)).take(2 * WORKERS).collect();
+    let mut rig = spilled(Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())));
+    rig.hold_still();
+    let late: Vec<u64> =
+        (0..rig.pages).step_by(7).filter(|page| rig.is_in(FILE_STORE, *page)).take(2 * WORKERS).collect();
     withholds.pages().extend(&late);
     let _release = Finally(|| withholds.release());
     let touch = |page: u64| {
@@ -435,29 +325,26 @@ fn a_vm_that_is_stopped_waits_for_no_late_page_and_the_next_engine_serves_them()
 
 #[test]
 fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
-    let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    assert!(count_in_file(&rig) > 0);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    count_exactly(&rig);
+    let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER).squeezed(LIMIT);
+    assert!(rig.count_in(FILE_STORE) > 0);
+    rig.check_bytes();
+    rig.count_exactly();
 }
 
 #[test]
 fn when_both_stores_are_full_reclaim_stops_with_an_event_and_loses_nothing() {
     let file = NullStore::new(Bytes(2 * MIB));
-    let rig = Rig::spilling(RAM, Bytes(2 * MIB), QUICK, Arc::new(file), NEVER);
-    rig.fill_all();
+    let rig = Rig::spilling(RAM, Bytes(2 * MIB), QUICK, Arc::new(file), NEVER).filled();
     rig.set_limit(Some(LIMIT));
     until("both are full", || rig.reported("store-full") && rig.reported("spill-rests"));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
     let (rig, faults) = spilled_to_faulty();
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    let lost = (0..rig.pages).find(|page| in_file(&rig, *page)).expect("a page in the file");
+    let lost = (0..rig.pages).find(|page| rig.is_in(FILE_STORE, *page)).expect("a page in the file");
     faults.lose(1);
     let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
     let error = rig.guest.send_to(&sink, lost as usize * PAGE_SIZE, 8).expect_err("a lost page was read");
@@ -468,25 +355,23 @@ fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
 
 #[test]
 fn pinning_restores_pages_of_the_file_too() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let rig = spilled(disk());
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn one_request_restores_many_pages_of_a_slow_store() {
     let (rig, faults) = spilled_to_faulty();
-    let (before, pages) = (faults.calls(), count_in_file(&rig));
+    let (before, pages) = (faults.calls(), rig.count_in(FILE_STORE));
     restore_for(&rig.vm, Hold::Kept).expect("all are back");
     let (calls, far) = (faults.calls(), rig.vm.stats().get(Counter::Far));
     let (gets, runs) = (calls.gets - before.gets, calls.runs - before.runs);
     // Some pages moved there later.
     let is_once = (pages..=rig.pages).contains(&gets);
     assert!(far == 0 && is_once && runs * 8 < gets, "{pages} pages: {gets} in {runs} runs, {far} far");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
@@ -502,31 +387,28 @@ fn pages_of_one_repeated_word_stay_in_ram_where_they_take_no_space() {
     }
     rig.squeeze(Bytes(2 * MIB));
     let other_far = || (0..rig.pages).step_by(2).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
-    until("the others are in the file", || count_in_file(&rig) * 10 > other_far() * 9);
-    assert!((0..rig.pages).skip(1).step_by(2).all(|page| !in_file(&rig, page)));
+    until("the others are in the file", || rig.count_in(FILE_STORE) * 10 > other_far() * 9);
+    assert!((0..rig.pages).skip(1).step_by(2).all(|page| !rig.is_in(FILE_STORE, page)));
     assert!((0..rig.pages).skip(1).step_by(2).any(|page| rig.state_of(page) == State::Far));
 }
 
 #[test]
 fn a_successor_finds_the_copies_of_both_stores_and_sweeps_stale_ones() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let rig = spilled(disk());
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
     assert_eq!(recovered.live_in(RAM_STORE).count(), rig.ram_store().usage().pages);
     let in_file = recovered.live_in(FILE_STORE).count();
     assert_eq!(in_file, rig.file_store().usage().pages);
-    assert!(in_file == count_in_file(&rig) && in_file > 0);
+    assert!(in_file == rig.count_in(FILE_STORE) && in_file > 0);
     rig.check_census();
 }
 
 #[test]
 fn faults_are_served_while_the_stop_of_a_vm_waits_for_a_spill_to_a_hanging_disk() {
     let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    rig.fill_all();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON).filled();
     faults.stall_puts();
     std::thread::scope(|scope| {
         let _end = Finally(|| faults.release());
@@ -543,11 +425,8 @@ fn faults_are_served_while_the_stop_of_a_vm_waits_for_a_spill_to_a_hanging_disk(
 
 #[test]
 fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(LateStore::new()), NEVER);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(LateStore::new()), NEVER).squeezed(LIMIT);
+    rig.hold_still();
     let region = rig.vm.region(0).expect("region");
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("a far page");
     let cell = region.granule(PageIdx(far)).cell();
@@ -573,9 +452,8 @@ fn a_store_that_stays_busy_during_a_restore_does_not_block_changes_of_the_layout
     until("it asks the store", || faults.calls().gets > before + 2);
     // Each of these waits until no page moves.
     rig.vm.set_may_pin();
-    let near = (0..rig.pages).find(|page| !in_file(&rig, *page)).expect("one that is not in the file");
-    let range = (Hva(rig.guest.addr() as u64) + near * PAGE_SIZE as u64, PAGE_SIZE as u64);
-    rig.vm.discard(&rig.view, &[range]).expect("discard");
+    let near = (0..rig.pages).find(|page| !rig.is_in(FILE_STORE, *page)).expect("one that is not in the file");
+    rig.discard(near..near + 1);
     assert!(!restores.is_finished(), "the store is busy");
     faults.busy_gets(0);
     restores.join().expect("no panic").expect("all are back");
@@ -600,7 +478,7 @@ fn a_restore_that_was_ended_reports_that_even_if_the_vm_is_held_again_at_once() 
     assert!(!second.is_finished(), "the store is busy");
     faults.busy_gets(0);
     second.join().expect("no panic").expect("all are back");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 /// A store in memory that records the context of reads.
@@ -614,11 +492,7 @@ struct Asked {
     wrong: AtomicU64,
 }
 
-impl Store for Asked {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.inner.put(key, bytes)
-    }
-
+store_over! { inner, Asked,
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         self.alone.fetch_add(1, Ordering::Relaxed);
         self.wrong.fetch_add((context.reader == Reader::Background).into(), Ordering::Relaxed);
@@ -630,20 +504,6 @@ impl Store for Asked {
         self.wrong.fetch_add((context.reader == Reader::Guest).into(), Ordering::Relaxed);
         self.inner.get_run(pages, out, context)
     }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.inner.free(key, handle);
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.inner.usage()
-    }
-}
-
-impl DurableStore for Asked {
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.inner.recover(live)
-    }
 }
 
 impl SlowStore for Asked {}
@@ -652,11 +512,9 @@ impl SlowStore for Asked {}
 fn readahead_has_the_background_context_and_a_fault_has_not() {
     let (alone, together, wrong) = Default::default();
     let store = Arc::new(Asked { inner: NullStore::new(AMPLE), alone, together, wrong });
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, store.clone(), SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let rig = spilled(store.clone());
     rig.set_limit(None);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
     let [alone, together, wrong] = [&store.alone, &store.together, &store.wrong].map(|of| of.load(Ordering::Relaxed));
     assert!(alone > 0 && together > 0, "{alone} alone, {together} together");
     assert_eq!(wrong, 0, "of {alone} alone and {together} together");
@@ -670,33 +528,32 @@ fn pages_that_their_store_does_not_return_block_no_other_restores() {
     let last = rig.pages / 2..rig.pages;
     assert!(last.clone().all(|page| rig.holds(page, 1)), "a byte was lost");
     rig.squeeze(LIMIT);
-    let is_in_ram = |page: &u64| rig.state_of(*page) == State::Far && !in_file(&rig, *page);
+    let is_in_ram = |page: &u64| rig.state_of(*page) == State::Far && !rig.is_in(FILE_STORE, *page);
     until("some are far and in RAM", || last.clone().filter(is_in_ram).count() > 100);
-    assert!((0..last.start).any(|page| in_file(&rig, page)), "the first to come back");
+    assert!((0..last.start).any(|page| rig.is_in(FILE_STORE, page)), "the first to come back");
     faults.busy_gets(u64::MAX);
     let vm = rig.vm.clone();
     let restores = std::thread::spawn(move || restore_for(&vm, Hold::Kept));
-    until("all that is not in the file is back", || rig.vm.stats().get(Counter::Far) == count_in_file(&rig));
+    until("all that is not in the file is back", || rig.vm.stats().get(Counter::Far) == rig.count_in(FILE_STORE));
     assert!(!restores.is_finished(), "the store is busy");
     faults.busy_gets(0);
     restores.join().expect("no panic").expect("all are back");
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.check_bytes();
 }
 
 #[test]
 fn a_discard_of_a_page_whose_store_is_silent_unlocks_the_others_and_can_be_retried() {
     let (rig, faults) = spilled_to_faulty();
     let _release = Finally(|| faults.release());
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    rig.hold_still();
     // Not the first page of a run that is locked together.
-    let far = (1..rig.pages).find(|page| page % 512 > 64 && in_file(&rig, *page)).expect("one in the file");
+    let far = (1..rig.pages).find(|page| page % 512 > 64 && rig.is_in(FILE_STORE, *page)).expect("one in the file");
     let first = far & !511;
     faults.stall_gets();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| rig.guest.words(far as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed));
         faults.wait_until_stalled(1);
-        let range = (Hva(rig.guest.addr() as u64) + first * PAGE_SIZE as u64, 512 * PAGE_SIZE as u64);
+        let range = (rig.addr(first), 512 * PAGE_SIZE as u64);
         let region = rig.vm.region(0).expect("region");
         let word = region.word(PageIdx(far));
         // Not Restoring: recovery takes the file's bytes for a Restoring page, which may be a foreign mapper's.
@@ -706,7 +563,7 @@ fn a_discard_of_a_page_whose_store_is_silent_unlocks_the_others_and_can_be_retri
         assert!(!region.word(PageIdx(first)).is_locked(), "it holds a lock");
         faults.release();
         waiting.join().expect("guest");
-        rig.vm.discard(&rig.view, &[range]).expect("discard");
+        rig.discard(first..first + 512);
         assert!(
             (first..first + 512)
                 .all(|page| rig.guest.words(page as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed) == 0)
@@ -716,12 +573,7 @@ fn a_discard_of_a_page_whose_store_is_silent_unlocks_the_others_and_can_be_retri
 
 #[test]
 fn the_end_of_a_write_that_was_given_up_is_noticed_without_another_write() {
-    let faults = Arc::new(DiskFaults::default());
-    let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
-    let store = match FileStore::create(&std::env::temp_dir(), options) {
-        Ok((store, ..)) => Arc::new(store),
-        Err(error) => return skip("disk", error),
-    };
+    let Some((store, faults)) = faulty_disk() else { return };
     faults.fail_writes(1, DiskFault::Late);
     let (put, outcome) = std::sync::mpsc::channel();
     let (writes, seed) = (store.clone(), AtomicU64::new(7));

@@ -9,68 +9,42 @@ use std::time::Duration;
 use ballast_base::store::{FILE_STORE, RAM_STORE, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_page::copies::store_number;
+use ballast_base::{Bytes, PageIdx};
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{PutOutcome, SlowStore};
 use ballast_testkit::{NullStore, pages};
 use common::third::{THIRD, ThirdStore};
-use common::{Rig, restore_for, until};
-
-const QUICK: Duration = Duration::from_millis(20);
-const SOON: Duration = Duration::from_millis(10);
-const RAM: Bytes = Bytes(32 * MIB);
-const LIMIT: Bytes = Bytes(8 * MIB);
-const AMPLE: Bytes = Bytes(64 * MIB);
+use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, restore_for, until};
 
 /// The one line that a new store needs here.
 fn third() -> SlowTier {
     SlowTier::new(THIRD, "third store", Arc::new(ThirdStore::new(AMPLE)))
 }
 
-/// Pages whose bytes are in this store.
-fn count_in(rig: &Rig, number: u8) -> u64 {
-    let region = rig.vm.region(0).expect("region");
-    (0..rig.pages).filter(|page| store_number(region.word(PageIdx(*page))) == Some(number)).count() as u64
-}
-
-fn wait_until_in_third(rig: &Rig) {
-    rig.squeeze(LIMIT);
-    until("what is far is in the third store", || {
-        let far = rig.vm.stats().get(Counter::Far);
-        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2 && count_in(rig, THIRD) * 10 > far * 9
-    });
-}
-
 #[test]
 fn pages_move_to_a_third_store_and_are_restored_with_every_byte() {
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![third()], SOON);
-    rig.fill_all();
-    wait_until_in_third(&rig);
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![third()], SOON).filled();
+    rig.squeeze_into(THIRD, LIMIT);
     rig.check_bytes();
     assert!(rig.vm.stats().get(Counter::FaultFile) > 0, "some came from there");
-    wait_until_in_third(&rig);
+    rig.squeeze_into(THIRD, LIMIT);
     restore_for(&rig.vm, Hold::Pinned).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
     rig.check_bytes();
-    let copies = || rig.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum::<u64>();
-    until("no copy is left", || copies() == 0);
+    until("no copy is left", || rig.copies() == 0);
 }
 
 #[test]
 fn a_slow_store_is_read_by_runs_for_sequential_faults_only() {
     let store = Arc::new(ThirdStore::new(AMPLE));
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "third store", store.clone())], SOON);
-    rig.fill_all();
-    let region = rig.vm.region(0).expect("region");
-    let is_in_third = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(THIRD);
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "third store", store.clone())], SOON).filled();
+    let is_in_third = |page: &u64| rig.is_in(THIRD, *page);
     // Returns the numbers of requests and of far pages for these touches.
     let asked = |touches: &mut dyn Iterator<Item = u64>| {
-        wait_until_in_third(&rig);
-        rig.vm.hold(Hold::Shared, Some("test".into()));
-        rig.wait_for_quarantine();
+        rig.squeeze_into(THIRD, LIMIT);
+        rig.hold_still();
         rig.set_limit(None);
         let touches: Vec<u64> = touches.collect();
         let far: Vec<u64> = touches.iter().copied().filter(is_in_third).collect();
@@ -97,14 +71,11 @@ fn a_slow_store_is_read_by_runs_for_sequential_faults_only() {
 fn a_silent_store_is_reported_and_the_wait_goes_on_until_it_replies() {
     let store = Arc::new(ThirdStore::new(AMPLE));
     let tier = SlowTier::within(Duration::from_millis(1), THIRD, "third store", store.clone());
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![tier], SOON);
-    rig.fill_all();
-    wait_until_in_third(&rig);
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![tier], SOON).filled();
+    rig.squeeze_into(THIRD, LIMIT);
+    rig.hold_still();
     store.set_silent(true);
-    let region = rig.vm.region(0).expect("region");
-    let is_in_third = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(THIRD);
+    let is_in_third = |page: &u64| rig.is_in(THIRD, *page);
     let far = (0..rig.pages).find(is_in_third).expect("a page in the third store");
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| rig.holds(far, 1));
@@ -124,10 +95,8 @@ fn a_silent_store_is_reported_and_the_wait_goes_on_until_it_replies() {
 #[test]
 fn pages_that_a_full_file_store_does_not_take_move_to_the_third_one() {
     let file = SlowTier::new(FILE_STORE, "file store", Arc::new(NullStore::new(Bytes(MIB))));
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![file, third()], SOON);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    until("both have pages", || count_in(&rig, FILE_STORE) > 0 && count_in(&rig, THIRD) > 512);
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![file, third()], SOON).squeezed(LIMIT);
+    until("both have pages", || rig.count_in(FILE_STORE) > 0 && rig.count_in(THIRD) > 512);
     until("it is said", || rig.reported("spill-rests"));
     let reports = rig.reports.lock().expect("reports").clone();
     let said = reports.iter().find(|(kind, _)| kind == "spill-rests").map(|(_, text)| text.clone());
@@ -139,10 +108,8 @@ fn pages_that_a_full_file_store_does_not_take_move_to_the_third_one() {
 fn a_successor_finds_the_pages_of_three_stores_and_sweeps_each() {
     let file: Arc<dyn SlowStore> = Arc::new(NullStore::new(Bytes(MIB)));
     let slow = vec![SlowTier::new(FILE_STORE, "file store", file), third()];
-    let mut rig = Rig::tiered(RAM, AMPLE, QUICK, slow, SOON);
-    rig.fill_all();
-    rig.squeeze(LIMIT);
-    until("both have pages", || count_in(&rig, FILE_STORE) > 0 && count_in(&rig, THIRD) > 512);
+    let mut rig = Rig::tiered(RAM, AMPLE, QUICK, slow, SOON).squeezed(LIMIT);
+    until("both have pages", || rig.count_in(FILE_STORE) > 0 && rig.count_in(THIRD) > 512);
     rig.vm.stop();
     // The copy of an engine that died between a put and the change of the word.
     let nobodys = RegionKey { vm: VmId([3; 16]), number: 0 }.page(PageIdx(rig.pages - 1));
@@ -151,15 +118,11 @@ fn a_successor_finds_the_pages_of_three_stores_and_sweeps_each() {
         assert!(matches!(put, PutOutcome::Stored(_)), "{put:?} by the {}", tier.name);
     }
     let far = rig.census().far.0;
-    let copies = |rig: &Rig| rig.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum::<u64>();
-    assert_eq!(copies(&rig), far + 2);
+    assert_eq!(rig.copies(), far + 2);
     let stores = rig.vm.stores.clone();
     let recovered = rig.succeed(stores);
     let live = [RAM_STORE, FILE_STORE, THIRD].map(|number| recovered.live_in(number).count());
     assert!(live.iter().sum::<u64>() == far && live[1] > 0 && live[2] > 0, "{live:?} of {far} far pages");
     rig.check_bytes();
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    rig.wait_for_quarantine();
-    until("each far page has one copy", || copies(&rig) == rig.census().far.0);
-    rig.check_census();
+    rig.count_exactly();
 }

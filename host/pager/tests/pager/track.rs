@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_base::{Bytes, HUGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::source::BLOCK;
 use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
 use ballast_page::page_state::{State, Word};
@@ -131,8 +131,7 @@ fn touch_blocks(rig: &Rig, unit: u64) {
 
 #[test]
 fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     let mut source = Scans::new(rig.vm.clone());
     for _ in 0..2 {
         let before = rig.minor_faults();
@@ -181,9 +180,8 @@ fn a_unit_that_loses_pages_in_a_cycle_stays_tracked_and_keeps_its_bytes() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     let mut source = Scans::new(rig.vm.clone());
     source.start(&all()).expect("start");
-    let at = Hva(rig.guest.addr() as u64 + 2 * HUGE_SIZE as u64 + PAGE_SIZE as u64);
-    rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
     let hole = 2 * PAGES_PER_UNIT + 1;
+    rig.discard(hole..hole + 1);
     assert_eq!(rig.word(hole).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
     assert!(rig.holds(hole + 1, 1));
     let report = source.end().expect("end");
@@ -195,8 +193,7 @@ fn a_unit_that_loses_pages_in_a_cycle_stays_tracked_and_keeps_its_bytes() {
 
 #[test]
 fn refaults_of_evicted_pages_count_as_touches_and_not_as_a_cost_of_tracking() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
+    let rig = Rig::new(RAM, AMPLE, QUICK).filled();
     rig.set_limit(Some(Bytes(RAM.0 / 2)));
     until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
     rig.set_limit(None);
@@ -325,8 +322,7 @@ fn attack(rig: &Rig) {
                     assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
                     versions[page as usize] = step << 16 | page;
                     if step.is_multiple_of(1024) {
-                        let at = Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64);
-                        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+                        rig.discard(page..page + 1);
                         assert_eq!(rig.word(page).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
                     }
                     rig.word(page).store(versions[page as usize], Ordering::Relaxed);

@@ -10,7 +10,6 @@ use std::time::Duration;
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
 use ballast_page::page_state::State;
-use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_testvm::Finally;
 use common::{Rig, until};
@@ -21,11 +20,8 @@ const QUICK: Duration = Duration::from_millis(5);
 
 /// A VM with far pages, from which nothing is reclaimed any more.
 fn squeezed() -> Rig {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(Bytes(MIB));
-    rig.vm.hold(Hold::Shared, Some("test".into()));
-    rig.wait_for_quarantine();
+    let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(Bytes(MIB));
+    rig.hold_still();
     rig
 }
 

@@ -4,17 +4,19 @@
 
 pub mod third;
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ballast_base::store::{DurableStore, FILE_STORE, IoContext, NearStore, RAM_STORE, SlowStore};
+use ballast_base::units::MIB;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, Span, VmId};
 use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
+use ballast_page::copies::store_number;
 use ballast_page::page_state::State;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::far::stores::{NearTier, SlowTier, Stores};
@@ -26,12 +28,13 @@ use ballast_pager::vm::tuning::HostTiers;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{
-    Budget, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Recovered, Store, StoreUsage,
+    Budget, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions,
+    RamStore, Recovered, Store, StoreUsage,
 };
 use ballast_sys::remote::Collapsed;
 use ballast_sys::{Mapping, Remote, Uffd, memfd, scm, uffd};
 use ballast_testkit::PoolLoan;
-use ballast_testkit::{Faults, FaultyStore};
+use ballast_testkit::{Faults, FaultyStore, NullStore};
 use ballast_testkit::{missing, skip};
 use ballast_testvm::Finally;
 
@@ -95,6 +98,29 @@ struct Setup {
 /// Content of the RAM files outside of the extents.
 pub const NOT_RAM: [u8; PAGE_SIZE] = [0xA5; PAGE_SIZE];
 
+pub const RAM: Bytes = Bytes(32 * MIB);
+pub const LIMIT: Bytes = Bytes(8 * MIB);
+pub const AMPLE: Bytes = Bytes(64 * MIB);
+pub const QUICK: Duration = Duration::from_millis(20);
+pub const SOON: Duration = Duration::from_millis(10);
+
+/// A file store on a disk with injected faults; `None` and a printed skip if there is none.
+pub fn faulty_disk() -> Option<(Arc<FileStore>, Arc<DiskFaults>)> {
+    let faults = Arc::new(DiskFaults::default());
+    let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
+    let (store, ..) =
+        FileStore::create(&std::env::temp_dir(), options).inspect_err(|error| skip("disk", error)).ok()?;
+    Some((Arc::new(store), faults))
+}
+
+/// A file store on a disk; if there is none, a store in memory.
+pub fn disk() -> Arc<dyn SlowStore> {
+    match faulty_disk() {
+        Some((store, _)) => store,
+        None => Arc::new(NullStore::new(AMPLE)),
+    }
+}
+
 fn file_tier(file: Arc<dyn SlowStore>) -> SlowTier {
     SlowTier::new(FILE_STORE, "file store", file)
 }
@@ -130,33 +156,25 @@ impl Setup {
 
 impl Rig {
     pub fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        let rig = Self::without_view(ram, store_budget, quarantine);
-        rig.add_view();
-        rig
+        Self::viewed(Setup::new(ram, store_budget, quarantine))
     }
 
     /// Like `new`, with this number of userfaultfds.
     pub fn sharded(ram: Bytes, store_budget: Bytes, quarantine: Duration, shards: usize) -> Self {
-        let rig = Self::open(Setup { shards, ..Setup::new(ram, store_budget, quarantine) });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { shards, ..Setup::new(ram, store_budget, quarantine) })
     }
 
     /// Like `new`, of these extents, in files with another page before and after each.
     pub fn of_extents(extents: Extents, store_budget: Bytes, quarantine: Duration) -> Self {
         let setup = Setup::new(extents.pages().bytes(), store_budget, quarantine);
-        let rig = Self::open(Setup { extents: Some(extents), ..setup });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { extents: Some(extents), ..setup })
     }
 
     /// Like `of_extents`, with a file store to which pages move after this time.
     pub fn spilling_extents(extents: Extents, store_budget: Bytes, file: Arc<dyn SlowStore>, after: Duration) -> Self {
         let setup = Setup::new(extents.pages().bytes(), store_budget, Duration::from_millis(20));
         let spill = Some((vec![file_tier(file)], after));
-        let rig = Self::open(Setup { extents: Some(extents), spill, ..setup });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { extents: Some(extents), spill, ..setup })
     }
 
     /// Like `of_extents`, of huge pages; `None` and a printed skip if there are none.
@@ -167,17 +185,13 @@ impl Rig {
 
     /// Like `new`, without the pin check.
     pub fn unasked(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        let rig = Self::open(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) })
     }
 
     /// Like `new`, with pages placed on two nodes while it is tracked.
     pub fn on_nodes(ram: Bytes, store_budget: Bytes, tiers: HostTiers) -> Self {
         let setup = Setup::new(ram, store_budget, Duration::from_millis(5));
-        let rig = Self::open(Setup { tiers: Some(tiers), ..setup });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { tiers: Some(tiers), ..setup })
     }
 
     /// Returns whether there is a pin check; prints a skip if not.
@@ -225,9 +239,7 @@ impl Rig {
 
     fn of_huge(setup: Setup) -> Option<Self> {
         let Err(why) = memfd::create_huge("ballast-test", Bytes(HUGE_SIZE as u64)) else {
-            let rig = Self::open(Setup { huge: true, ..setup });
-            rig.add_view();
-            return Some(rig);
+            return Some(Self::viewed(Setup { huge: true, ..setup }));
         };
         skip("hugetlb", why);
         None
@@ -240,7 +252,7 @@ impl Rig {
 
     /// Fills RAM and maps it huge.
     pub fn made_huge(self) -> Option<Self> {
-        (0..self.pages).for_each(|page| self.fill(page, 1));
+        self.fill_all();
         let ram = Bytes(self.guest.len() as u64);
         let remote = Remote::open(std::process::id()).expect("own process");
         // The kernel may have pages isolated for a moment.
@@ -274,9 +286,7 @@ impl Rig {
 
     /// With these slow stores, to which pages move after this time.
     pub fn tiered(ram: Bytes, store_budget: Bytes, quarantine: Duration, slow: Vec<SlowTier>, after: Duration) -> Self {
-        let rig = Self::open(Setup { spill: Some((slow, after)), ..Setup::new(ram, store_budget, quarantine) });
-        rig.add_view();
-        rig
+        Self::viewed(Setup { spill: Some((slow, after)), ..Setup::new(ram, store_budget, quarantine) })
     }
 
     pub fn ram_store(&self) -> &dyn Store {
@@ -305,6 +315,12 @@ impl Rig {
             self.vm.add_view(view, &[]).expect("view");
         }
         recovered
+    }
+
+    fn viewed(setup: Setup) -> Self {
+        let rig = Self::open(setup);
+        rig.add_view();
+        rig
     }
 
     fn open(setup: Setup) -> Self {
@@ -422,6 +438,69 @@ impl Rig {
     pub fn squeeze(&self, limit: Bytes) {
         self.set_limit(Some(limit));
         until("resident is at the limit", || self.resident() <= limit);
+    }
+
+    /// Filled.
+    pub fn filled(self) -> Self {
+        self.fill_all();
+        self
+    }
+
+    /// Filled, and squeezed to this limit.
+    pub fn squeezed(self, limit: Bytes) -> Self {
+        self.fill_all();
+        self.squeeze(limit);
+        self
+    }
+
+    /// Returns whether the bytes of a page are in this store.
+    pub fn is_in(&self, store: u8, page: u64) -> bool {
+        store_number(self.vm.region(0).expect("region").word(PageIdx(page))) == Some(store)
+    }
+
+    /// Number of pages whose bytes are in this store.
+    pub fn count_in(&self, store: u8) -> u64 {
+        (0..self.pages).filter(|page| self.is_in(store, *page)).count() as u64
+    }
+
+    /// Waits until most pages over this limit are in this slow store.
+    pub fn squeeze_into(&self, store: u8, limit: Bytes) {
+        self.squeeze(limit);
+        let over = self.pages - limit.pages_floor().0;
+        until("what is far is in the store", || {
+            let far = self.vm.stats().get(Counter::Far);
+            far > over / 2 && self.count_in(store) * 10 > far * 9
+        });
+    }
+
+    /// Copies in all stores.
+    pub fn copies(&self) -> u64 {
+        self.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum()
+    }
+
+    /// Ends reclaim, and waits until no page is in quarantine.
+    pub fn hold_still(&self) {
+        self.vm.hold(Hold::Shared, Some("test".into()));
+        self.wait_for_quarantine();
+    }
+
+    /// Waits until no page moves, and checks that each far page has one copy, and the census.
+    pub fn count_exactly(&self) {
+        self.hold_still();
+        // When the copies add up, a run that was under way at the hold has ended.
+        until("each far page has one copy", || self.copies() == self.census().far.0);
+        self.check_census();
+    }
+
+    /// The address of a page in this process.
+    pub fn addr(&self, page: u64) -> Hva {
+        Hva((self.guest.addr() + page as usize * PAGE_SIZE) as u64)
+    }
+
+    /// Has the client discard these pages.
+    pub fn discard(&self, pages: std::ops::Range<u64>) {
+        let len = (pages.end - pages.start) * PAGE_SIZE as u64;
+        self.vm.discard(&self.view, &[(self.addr(pages.start), len)]).expect("discard");
     }
 
     /// Waits until the ledger has no far page: a guest continues before its move is booked.
@@ -584,6 +663,23 @@ impl<S: NearStore> NearStore for PanickyStore<S> {
 
     fn is_short(&self) -> bool {
         self.inner.is_short()
+    }
+}
+
+/// A pipe that holds some pages of the guest.
+pub struct Pipe {
+    _ends: (OwnedFd, OwnedFd),
+}
+
+impl Pipe {
+    pub fn with(rig: &Rig, pages: std::ops::Range<u64>) -> Self {
+        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
+        let len = (pages.end - pages.start) as usize * PAGE_SIZE;
+        let range = libc::iovec { iov_base: rig.guest.ptr(pages.start as usize * PAGE_SIZE, len).cast(), iov_len: len };
+        // SAFETY: one range, inside the guest's RAM, which lives as long as the rig; the pipe is only ever dropped.
+        let taken = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const range, 1, 0) };
+        assert_eq!(taken, len as isize, "{}", std::io::Error::last_os_error());
+        Self { _ends: (reader, writer) }
     }
 }
 
