@@ -10,14 +10,15 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use ballast_base::Bytes;
 use ballast_base::store::Recovered;
 
 use crate::arena::Arena;
 use crate::budget::{Account, Budget};
+use crate::lock;
 use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
@@ -49,7 +50,6 @@ pub(crate) struct Allocator {
     /// each slab is punched at once.
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
-    punch_failures: AtomicU64,
 }
 
 /// The runs of consecutive numbers in a sorted slice.
@@ -61,11 +61,6 @@ fn runs(numbers: &[u32]) -> impl Iterator<Item = Range<u32>> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Validating a store: {0}")]
 pub struct Inconsistent(pub String);
-
-/// No panic can leave these lists half changed, so a poisoned lock is usable.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Allocator {
     /// Begins with the contents of the arena, which are charged even above the limit.
@@ -79,7 +74,6 @@ impl Allocator {
             free: Mutex::new(Vec::new()),
             to_punch: Mutex::new(VecDeque::new()),
             to_punch_max,
-            punch_failures: AtomicU64::new(0),
         };
         allocator.arena.raise_stamp();
         if allocator.arena.header_was_lost() {
@@ -110,11 +104,6 @@ impl Allocator {
 
     pub(crate) fn budget_limit(&self) -> Bytes {
         self.account.budget().limit()
-    }
-
-    /// Slabs that the kernel did not punch; they stay charged until `recover`.
-    pub(crate) fn punch_failures(&self) -> u64 {
-        self.punch_failures.load(Ordering::Relaxed)
     }
 
     /// Fills hints and queues from the slab table.
@@ -333,11 +322,9 @@ impl Allocator {
     fn retire(&self, run: Range<u32>) {
         let numbers: Vec<u32> = run.filter(|number| self.is_in(*number, Phase::Retiring)).collect();
         for run in runs(&numbers) {
-            if self.arena.punch(&run).is_err() {
-                self.punch_failures.fetch_add(run.len() as u64, Ordering::Relaxed);
-                continue;
+            if self.arena.punch(&run).is_ok() {
+                run.for_each(|number| self.make_free(number));
             }
-            run.for_each(|number| self.make_free(number));
         }
     }
 
@@ -382,7 +369,6 @@ impl Allocator {
                 continue;
             }
             let left = run.filter(|number| self.is_in(*number, Phase::Retiring)).count();
-            self.punch_failures.fetch_add(left as u64, Ordering::Relaxed);
             report.freed_slabs = report.freed_slabs.saturating_sub(left as u64);
             held += left as u32;
         }

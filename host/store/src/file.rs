@@ -95,8 +95,6 @@ impl FileOptions {
 /// Contents and history of a file store, in more detail than [`StoreUsage`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileUsage {
-    /// Same-filled pages held, which take no space.
-    pub same_filled_pages: u64,
     /// Pages held in blocks.
     pub block_pages: u64,
     /// Areas of 2 MiB held.
@@ -107,8 +105,6 @@ pub struct FileUsage {
     pub written_bytes: u64,
     /// Bytes written today (UTC).
     pub written_today_bytes: u64,
-    /// Areas that the kernel did not punch, in this process; they stay charged until `recover`.
-    pub punch_failures: u64,
     /// Why a put was last refused in this process.
     pub last_refusal: Option<Refusal>,
 }
@@ -284,13 +280,11 @@ impl FileStore {
         let inner = &self.inner;
         let today = inner.limits.written_today(&inner.allocator.arena().own_words()[WORD_TODAY]);
         FileUsage {
-            same_filled_pages: inner.sum(Counter::LiveSameFilled),
             block_pages: inner.sum(Counter::LiveBlocks),
             areas: inner.allocator.resync().into(),
             bad_blocks: inner.sum(Counter::BadBlocks),
             written_bytes: inner.sum(Counter::WrittenBlocks).saturating_mul(PAGE_SIZE as u64),
             written_today_bytes: today.0,
-            punch_failures: inner.allocator.punch_failures(),
             last_refusal: inner.limits.last_refusal(),
         }
     }

@@ -56,11 +56,11 @@ use std::sync::{Arc, Mutex};
 use ballast_base::wire::VmId;
 use ballast_handover::arena::member as word_of;
 
-use self::blobs::lock;
 pub use self::blobs::{Group, GroupUsage};
 use self::index::{Pages, number_of};
 use crate::codec;
 use crate::handle::{self, Named};
+use crate::lock;
 use crate::{
     Attach, DurableStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Recovered, Store,
     StoreUsage,

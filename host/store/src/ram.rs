@@ -84,12 +84,8 @@ pub struct RamUsage {
     pub raw_puts: u64,
     /// Pages ever put that were compressed, also to a 64-bit pattern.
     pub compressed_puts: u64,
-    /// Their bytes before compression.
-    pub compressed_in_bytes: u64,
     /// Their bytes after compression, without headers.
     pub compressed_out_bytes: u64,
-    /// Slabs that the kernel did not punch, in this process; they stay charged until `recover`.
-    pub punch_failures: u64,
 }
 
 /// Index in a counter shard.
@@ -186,17 +182,14 @@ impl RamStore {
 
     /// The contents and the history now.
     pub fn usage_detail(&self) -> RamUsage {
-        let compressed_puts = self.sum(Counter::PutCompressed);
         RamUsage {
             same_filled_pages: self.sum(Counter::LiveSameFilled),
             blob_pages: self.sum(Counter::LiveBlobs),
             slabs: self.allocator.resync().into(),
             same_filled_puts: self.sum(Counter::PutSameFilled),
             raw_puts: self.sum(Counter::PutRaw),
-            compressed_puts,
-            compressed_in_bytes: compressed_puts.saturating_mul(PAGE_SIZE as u64),
+            compressed_puts: self.sum(Counter::PutCompressed),
             compressed_out_bytes: self.sum(Counter::CompressedOutBytes),
-            punch_failures: self.allocator.punch_failures(),
         }
     }
 

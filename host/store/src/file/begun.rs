@@ -12,7 +12,7 @@
 use std::cell::RefCell;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
@@ -20,7 +20,7 @@ use ballast_base::store::OnReply;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use super::disk::Disk;
-use crate::{Handle, PageBytes, PageKey};
+use crate::{Handle, PageBytes, PageKey, lock};
 
 /// Most reads in flight, of one store and of all.
 const MOST: usize = 8;
@@ -76,10 +76,6 @@ impl Drop for Own {
     fn drop(&mut self) {
         KEPT_NOW.fetch_sub(self.0.len(), Ordering::AcqRel);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A ring for one read at a time.

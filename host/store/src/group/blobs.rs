@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -21,6 +21,7 @@ use ballast_sys::{memfd, presence};
 use super::index::{Index, Pages, number_of};
 use crate::arena::{self, Arena};
 use crate::codec;
+use crate::lock;
 use crate::ram::{RamOptions, RamStore};
 use crate::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 
@@ -61,11 +62,6 @@ pub struct Group {
     using: RwLock<()>,
     references: AtomicU64,
     equal_puts: AtomicU64,
-}
-
-/// No thread leaves these half changed, so a poisoned lock is usable.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Group {
