@@ -9,23 +9,18 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
-use ballast_store::{
-    Budget, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store,
-};
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_store::{Budget, GetOutcome, Handle, IoContext, RamOptions, RamStore, SLAB_BYTES, Store};
 use ballast_sys::uffd::{FillOutcome, REQUIRED_FEATURES, Uffd, feature};
 use ballast_sys::{memfd, memory_error};
 use ballast_testkit::pages;
 use ballast_testkit::skip;
 
+use crate::common::{self, key};
+
 const PAGES: u64 = 3000;
 /// One page of the table has the entries of 32 slabs.
 const SLABS_A_PAGE: u64 = 32;
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page))
-}
 
 fn options(budget: &Arc<Budget>) -> RamOptions {
     RamOptions { max_slabs: 1024, ..RamOptions::new(budget.clone()) }
@@ -54,10 +49,7 @@ fn rig() -> Option<Rig> {
 }
 
 fn put(store: &RamStore, page: u64) -> Handle {
-    match store.put(key(page), &pages::incompressible(page)) {
-        PutOutcome::Stored(handle) => handle,
-        other => panic!("page {page}: {other:?}"),
-    }
+    common::put(store, page, &pages::incompressible(page))
 }
 
 /// The address at which this process maps this offset of the file, which it maps as one piece.

@@ -15,11 +15,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_store::{
     AREA_BYTES, Budget, DiskFault, DiskFaults, DurableStore, Ends, FileOptions, FileStore, GetOutcome, Handle,
-    IoContext, PageBytes, PageKey, PutOutcome, Recovered, Refusal, RegionKey, SlowStore, Store,
+    IoContext, PageBytes, PutOutcome, Recovered, Refusal, SlowStore, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::skip;
@@ -28,11 +27,9 @@ use ballast_testvm::fuse::Fuse;
 use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, poll};
 
-const MIB: u64 = 1 << 20;
-const EIO: i32 = 5;
+use crate::common::{EIO, MIB, TRIES, block_of, get, key, must_hold, put, put_run};
+
 const ENOSPC: i32 = 28;
-/// Tries of a get; the last ones wait for seconds each.
-const TRIES: usize = 20;
 
 struct Made {
     store: FileStore,
@@ -78,41 +75,8 @@ fn recover(store: &FileStore, live: impl Iterator<Item = Handle>) -> std::io::Re
     store.recover(&mut live.map(|handle| (key(0), handle)))
 }
 
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(page))
-}
-
-fn put(store: &FileStore, page: u64, bytes: &PageBytes) -> Handle {
-    match store.put(key(page), bytes) {
-        PutOutcome::Stored(handle) => handle,
-        other => panic!("page {page}: {other:?}"),
-    }
-}
-
-fn get(store: &FileStore, page: u64, handle: Handle) -> (GetOutcome, PageBytes) {
-    let mut out = [0x77; PAGE_SIZE];
-    (store.get(key(page), handle, &mut out, IoContext::GUEST), out)
-}
-
-/// Repeats the get while the store is busy: the disk under these tests may have other work.
-fn must_hold(store: &FileStore, page: u64, handle: Handle, bytes: &PageBytes) {
-    let mut tries = (0..TRIES).map(|_| get(store, page, handle));
-    let (outcome, out) = tries.find(|(outcome, _)| *outcome != GetOutcome::Busy).expect("the disk answers");
-    assert!(outcome == GetOutcome::Found && out == *bytes, "page {page}: {outcome:?}");
-}
-
 fn run_of(range: std::ops::Range<u64>) -> Vec<PageBytes> {
     range.map(pages::incompressible).collect()
-}
-
-fn put_run(store: &FileStore, first: u64, pages: &[PageBytes]) -> Vec<Handle> {
-    let mut outcomes = Vec::new();
-    store.put_run(key(first), pages, &mut outcomes);
-    let stored = outcomes.iter().map(|outcome| match outcome {
-        PutOutcome::Stored(handle) => *handle,
-        other => panic!("{other:?}"),
-    });
-    stored.collect()
 }
 
 /// Repeats the get of a run while the disk is late with a part of it.
@@ -607,11 +571,6 @@ fn the_days_writes_are_limited_across_successors_and_reported() {
     put(&made.store, 12, &[0; PAGE_SIZE]);
     made.store.set_writes_per_day(Bytes(0));
     put(&made.store, 11, &pages::incompressible(11));
-}
-
-/// The block of the file with this page.
-fn block_of(handle: Handle) -> u64 {
-    handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
 }
 
 fn overwrite_a_byte(made: &Made, handle: Handle) {

@@ -13,14 +13,16 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_handover::arena::{self, GROUP};
 use ballast_store::{
-    Attach, Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, PageBytes, PageKey, PutOutcome,
-    RamOptions, RegionKey, Store,
+    Attach, Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, PageBytes, PageKey, RamOptions,
+    RegionKey, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::{conformance, pages};
 use proptest::prelude::*;
 
-const SLABS: u32 = 256;
+use crate::common::stored;
+
+pub const SLABS: u32 = 256;
 
 fn options() -> RamOptions {
     RamOptions { max_slabs: SLABS, ..RamOptions::new(Budget::new(Bytes(16 << 20))) }
@@ -34,7 +36,7 @@ fn vm(number: u8) -> VmId {
     VmId([number + 1; 16])
 }
 
-fn key(vm: VmId, page: u64) -> PageKey {
+pub fn key(vm: VmId, page: u64) -> PageKey {
     RegionKey { vm, number: 0 }.page(PageIdx(page))
 }
 
@@ -54,15 +56,8 @@ fn opening(arena: &OwnedFd, vm: VmId) -> OwnedFd {
     fd
 }
 
-fn join(group: &Arc<Group>, arena: &OwnedFd, vm: VmId, new: bool) -> GroupMember {
+pub fn join(group: &Arc<Group>, arena: &OwnedFd, vm: VmId, new: bool) -> GroupMember {
     group.join(vm, opening(arena, vm), new).expect("room for a member")
-}
-
-fn stored(outcome: PutOutcome) -> Handle {
-    match outcome {
-        PutOutcome::Stored(handle) => handle,
-        other => panic!("a put came to {other:?}"),
-    }
 }
 
 fn get(store: &dyn Store, key: PageKey, handle: Handle) -> (GetOutcome, Box<PageBytes>) {

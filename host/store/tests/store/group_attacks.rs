@@ -12,17 +12,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_handover::arena;
 use ballast_store::{
-    Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome,
-    RamOptions, RegionKey, Store,
+    Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, NearStore, PageBytes, PageKey, RamOptions,
+    Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::pages;
 use proptest::prelude::*;
 
-const SLABS: u32 = 256;
+use crate::common::stored;
+use crate::group::{SLABS, join, key};
+
 const HONEST: VmId = VmId([1; 16]);
 const HOSTILE: VmId = VmId([2; 16]);
 /// Bytes of a slot for a page that does not compress: its header and the page.
@@ -33,23 +35,6 @@ fn group() -> (OwnedFd, Arc<Group>) {
     let options = RamOptions { max_slabs: SLABS, ..RamOptions::new(Budget::new(Bytes(16 << 20))) };
     let group = Group::open(&arena, options).expect("a group");
     (arena, group)
-}
-
-fn join(group: &Arc<Group>, arena: &OwnedFd, vm: VmId, new: bool) -> GroupMember {
-    let opening = memfd::reopen(arena.as_fd(), true).expect("reopen");
-    arena::announce(&opening, vm).expect("announce");
-    group.join(vm, opening, new).expect("room for a member")
-}
-
-fn key(vm: VmId, page: u64) -> PageKey {
-    RegionKey { vm, number: 0 }.page(PageIdx(page))
-}
-
-fn stored(outcome: PutOutcome) -> Handle {
-    match outcome {
-        PutOutcome::Stored(handle) => handle,
-        other => panic!("a put came to {other:?}"),
-    }
 }
 
 /// Puts one page of each content.

@@ -11,18 +11,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageBytes, PageKey,
-    PutOutcome, RegionKey, SlowStore, Store,
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageBytes, SlowStore, Store,
 };
 use ballast_testkit::pages;
 use ballast_testkit::skip;
 use ballast_testvm::fuse::Fuse;
 
-const MIB: u64 = 1 << 20;
-const EIO: i32 = 5;
+use crate::common::{self, EIO, MIB, block_of, key};
+
 /// Longer than the first wait of any reader.
 const LONG: Duration = Duration::from_millis(150);
 const NEVER: DiskFault = DiskFault::Takes(Duration::MAX);
@@ -50,18 +48,8 @@ fn made() -> Option<Made> {
     made_to_last(Duration::from_secs(10))
 }
 
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(page))
-}
-
 fn put_run(store: &FileStore, range: std::ops::Range<u64>) -> Vec<Handle> {
-    let (content, mut outcomes) = (range.clone().map(pages::incompressible).collect::<Vec<_>>(), Vec::new());
-    store.put_run(key(range.start), &content, &mut outcomes);
-    let stored = outcomes.iter().map(|outcome| match outcome {
-        PutOutcome::Stored(handle) => *handle,
-        other => panic!("{other:?}"),
-    });
-    stored.collect()
+    common::put_run(store, range.start, &range.map(pages::incompressible).collect::<Vec<_>>())
 }
 
 fn get_in(context: IoContext<'_>, store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
@@ -103,11 +91,6 @@ fn get_run_at_last(store: &FileStore, range: std::ops::Range<u64>, handles: &[Ha
     while get_run(store, range.clone(), handles).iter().any(|outcome| *outcome != GetOutcome::Found) {
         assert!(Instant::now() < until, "it is not all there");
     }
-}
-
-/// The block of the file with this page.
-fn block_of(handle: Handle) -> u64 {
-    handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
 }
 
 /// Counts the reads of these pages' blocks.

@@ -9,12 +9,14 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageIdx};
 use ballast_handover::arena;
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Group, Handle, IoContext, PageKey, PutOutcome, RamOptions, RamStore,
-    RegionKey, Store,
+    Budget, FileOptions, FileStore, GetOutcome, Group, Handle, IoContext, PageKey, RamOptions, RamStore, RegionKey,
+    Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::pages;
 use ballast_testkit::skip;
+
+use crate::common::stored;
 
 const STAMP: u64 = 8;
 
@@ -50,10 +52,7 @@ fn counters(fd: &OwnedFd) -> [u64; 8] {
 }
 
 fn put(store: &dyn Store, page: u64, bytes: &[u8; 4096]) -> Handle {
-    match store.put(key(page), bytes) {
-        PutOutcome::Stored(handle) => handle,
-        other => panic!("page {page}: {other:?}"),
-    }
+    stored(store.put(key(page), bytes))
 }
 
 /// Puts one page of each kind. Returns the layout then.

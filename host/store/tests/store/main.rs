@@ -1,12 +1,11 @@
 //! Tests of the stores in one program, which is linked once.
 
 mod arena_memory;
-mod file_processes;
+mod common;
 mod file_store;
 mod group;
 mod group_attacks;
 mod late_reads;
 mod layout;
-mod ledger;
+mod processes;
 mod ram_store;
-mod two_processes;
