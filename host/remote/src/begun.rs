@@ -6,13 +6,14 @@
 //! Promise: a request that nobody reads costs its connection and nothing else. A reply that is no value says nothing:
 //! the page is asked for again, in the usual way.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::{IoContext, OnReply};
 
 use crate::cluster::Cluster;
 use crate::link::Link;
+use crate::lock;
 use crate::nodes::{Kind, Node};
 use crate::resp::Commands;
 use crate::slot::slot_of;
@@ -34,15 +35,11 @@ struct Request {
 }
 
 impl Begun {
-    fn requests(&self) -> MutexGuard<'_, Vec<Request>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Sends a request for the value of this key, if a connection to its node is there and takes it at once. Before
     /// that `watch` gets the descriptor that has input when the reply comes. Returns whether the request was sent.
     pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: OnReply<'_>) -> bool {
         {
-            let mut requests = self.requests();
+            let mut requests = lock(&self.0);
             // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
             requests.retain(|request| request.since.elapsed() < request.timeout);
             if let Some(request) = requests.iter().find(|request| request.name == name) {
@@ -57,12 +54,12 @@ impl Begun {
         let Some(node) = map.primary(slot_of(&name)).map(|addr| cluster.node(addr)) else { return false };
         let Some(link) = node.begin(&Commands::one(&[b"GET", &name]), watch) else { return false };
         let request = Request { name, timeout: node.timeout(Kind::Read), node, link, since: Instant::now() };
-        self.requests().push(request);
+        lock(&self.0).push(request);
         true
     }
 
     fn take(&self, name: &[u8]) -> Option<Request> {
-        let mut requests = self.requests();
+        let mut requests = lock(&self.0);
         let at = requests.iter().position(|request| request.name == name)?;
         Some(requests.remove(at))
     }
@@ -84,7 +81,7 @@ impl Begun {
         let there = request.link.has_received(1);
         if matches!(there, Ok(false)) {
             watch(request.link.fd());
-            self.requests().push(request);
+            lock(&self.0).push(request);
             return None;
         }
         let Request { node, link, since, timeout, .. } = request;

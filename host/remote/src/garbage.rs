@@ -19,7 +19,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::ops::Bound;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
@@ -28,6 +28,7 @@ use ballast_store::{Handle, PageKey};
 
 use crate::budget::Share;
 use crate::cluster::Cluster;
+use crate::lock;
 use crate::name::{self, CHUNK_PAGES};
 use crate::refusal::Addr;
 use crate::slot::slot_of;
@@ -134,10 +135,6 @@ struct Leftovers {
     /// The largest generation at the start of the sweep. Later pages have a larger one.
     newest: Handle,
     scan: Scan,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the node that has this chunk.

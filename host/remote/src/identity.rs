@@ -24,12 +24,13 @@
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
+use crate::lock;
 use crate::map::SlotMap;
 use crate::name;
 use crate::nodes::Kind;
@@ -90,10 +91,6 @@ impl fmt::Debug for Home {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Home({:x})", self.kept.get())
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Home {

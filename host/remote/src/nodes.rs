@@ -11,13 +11,14 @@
 //! connection could not be opened in time, and a quick request does not lower that of another kind.
 
 use std::io;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::{IoContext, OnReply};
 
 use crate::link::{Access, Deadline, Link};
+use crate::lock;
 use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::stream::is_giving_way;
@@ -81,16 +82,9 @@ pub fn is_late(error: &io::Error) -> bool {
 }
 
 /// The error of a `WAIT` that was too short: fewer replicas have the write than must. All replies came.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct TooFew(pub String);
-
-impl std::fmt::Display for TooFew {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for TooFew {}
 
 /// Returns whether this error is that one.
 pub fn is_too_few(error: &io::Error) -> bool {
@@ -135,10 +129,6 @@ impl Node {
         Duration::from_millis(self.opening_ms.load(Relaxed).into())
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<(Link, Instant)>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Runs `work` with a connection that no other thread uses. After an error the connection is closed, unless it is
     /// [`TooFew`].
     ///
@@ -176,7 +166,7 @@ impl Node {
 
     /// Takes an idle connection, if there is one that works.
     fn kept(&self, now: Instant) -> Option<Link> {
-        let (mut link, used) = self.idle().pop()?;
+        let (mut link, used) = lock(&self.idle).pop()?;
         (now.saturating_duration_since(used) < FRESH || !link.is_stale()).then_some(link)
     }
 
@@ -204,7 +194,7 @@ impl Node {
         let done = work(&mut link);
         self.note(kind, begun, timeout, done.as_ref().err());
         if done.as_ref().err().is_none_or(is_too_few) {
-            let mut idle = self.idle();
+            let mut idle = lock(&self.idle);
             if idle.len() < KEPT {
                 idle.push((link, Instant::now()));
             }
@@ -291,7 +281,7 @@ mod tests {
         let fails = |error: io::Error| {
             let context = IoContext::BACKGROUND.until(Instant::now() + Duration::from_secs(60));
             node.with(Kind::Write, &Access::default(), context, |_| Err::<(), _>(error)).expect_err("it fails");
-            (node.idle().len(), node.figures().errors, node.timeout(Kind::Write))
+            (lock(&node.idle).len(), node.figures().errors, node.timeout(Kind::Write))
         };
         let seconds = Duration::from_secs;
         assert_eq!(fails(gives_way()), (0, 0, seconds(1)));

@@ -8,7 +8,6 @@
 //! whole reply, so a server that sends a byte now and then delays a fault for hours. Its parser accepts any length that
 //! a server states. And it allocates once for each page of a run.
 
-use std::fmt;
 use std::ops::Range;
 
 /// Limit of buffered reply bytes, more than 4,096 pages need.
@@ -98,14 +97,9 @@ pub enum Reply {
 }
 
 /// These bytes are not a reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the server's reply is malformed: {0}")]
 pub struct Malformed(pub &'static str);
-
-impl fmt::Display for Malformed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the server's reply is malformed: {}", self.0)
-    }
-}
 
 /// Parses the reply that begins at `at`. Returns it and the position of the next one; `None` if more bytes are needed.
 ///

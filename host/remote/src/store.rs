@@ -16,7 +16,7 @@
 use std::collections::HashSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::{Attach, DurableStore, Ending, Ends, IoContext, OnReply, Recovered, SlowStore};
@@ -32,6 +32,7 @@ use crate::garbage::Garbage;
 use crate::generation::Generations;
 use crate::identity::{Home, Kept, Tell};
 use crate::lease::Lease;
+use crate::lock;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
 use crate::request::{self, Failed, Found, Values, Verb};
@@ -62,10 +63,6 @@ pub struct RemoteStore {
     begun: Begun,
     refusal: Mutex<Option<String>>,
     rests_until: Mutex<Option<Instant>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl RemoteStore {

@@ -53,16 +53,9 @@ pub fn is_giving_way(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|why| why.is::<GivesWay>())
 }
 
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("others wait for a lock that this thread has")]
 struct GivesWay;
-
-impl std::fmt::Display for GivesWay {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("others wait for a lock that this thread has")
-    }
-}
-
-impl std::error::Error for GivesWay {}
 
 /// What to do after a wait that was over without a result.
 fn over(context: IoContext<'_>) -> io::Result<()> {
