@@ -11,24 +11,17 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, identity};
-use ballast_store::{
-    Codec, DurableStore, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store,
-};
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteStore, identity};
+use ballast_store::{DurableStore, GetOutcome, Handle, IoContext, PageKey, PutOutcome, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
-use common::{LEASE, start, stored, until};
+use common::{VM, key, key_of, known, start, store, store_of, stored, until};
 
-const VM: VmId = VmId([7; 16]);
 const ONE: Layout =
     Layout { primaries: 1, replicas: 0, node_timeout: Duration::from_secs(1), maxmemory: Bytes(64 << 20), tls: false };
 /// Reads of a page that must not be lost.
 const TRIES: usize = 5;
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
 
 fn client(clusters: &[&Valkey]) -> Arc<Cluster> {
     let nodes = clusters.iter().map(|valkey| Addr::parse(&valkey.addr(0)).expect("an address")).collect();
@@ -45,10 +38,9 @@ struct Vm {
 impl Vm {
     /// The next engine of the VM, whose words name these pages.
     fn engine(&self, cluster: &Arc<Cluster>, live: &[(PageKey, Handle)]) -> RemoteStore {
-        let (budget, told) = (RemoteBudget::new(Bytes(1 << 30)), self.told.clone());
+        let told = self.told.clone();
         let tell = move |text| told.lock().expect("told").push(text);
-        let store = RemoteStore::new(VM, cluster.clone(), budget, Codec::Lz4, LEASE);
-        let store = store.kept_in(self.kept.clone(), Some(Box::new(tell)));
+        let store = store(cluster).kept_in(self.kept.clone(), Some(Box::new(tell)));
         store.recover(&mut live.iter().copied()).expect("recover");
         store
     }
@@ -72,10 +64,7 @@ fn get(store: &RemoteStore, (key, handle): (PageKey, Handle)) -> GetOutcome {
 
 /// Gets a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: (PageKey, Handle)) -> GetOutcome {
-    until(|| match get(store, page) {
-        GetOutcome::Busy => Err(store.last_refusal()),
-        known => Ok(known),
-    })
+    known(store, || get(store, page))
 }
 
 /// The page is waited for, and none is put.
@@ -110,9 +99,7 @@ fn pages_in_another_cluster_wait_until_that_one_is_back_and_an_emptied_one_loses
         let told = vm.told();
         assert!(matches!(&told[..], [only] if only.contains("another") && only.contains("emptied")), "{told:?}");
         assert_eq!(engine.elsewhere(), Some(told[0].clone()));
-        let others = RemoteStore::new(other, at_wrong.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
-        let its = RegionKey { vm: other, number: 0 }.page(PageIdx(0));
-        stored(&others, its, &[pages::mixed(1)]);
+        stored(&store_of(other, &at_wrong), key_of(other, 0), &[pages::mixed(1)]);
     }
     assert_eq!(wrong.keys().expect("keys"), 4, "of the others, pages and leases");
     // The right one.

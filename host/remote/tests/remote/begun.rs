@@ -8,30 +8,17 @@ use crate::common;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{
-    Codec, Ends, GetOutcome, Handle, IoContext, PageBytes, PageKey, RegionKey, SlowStore, Store, blob,
-};
+use ballast_base::PAGE_SIZE;
+use ballast_remote::RemoteStore;
+use ballast_store::{Codec, Ends, GetOutcome, Handle, IoContext, PageBytes, SlowStore, Store, blob};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
-use common::{LEASE, cluster, get_at_last, played, shards, start, stored, tls_cluster, until};
-
-const VM: VmId = VmId([7; 16]);
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
-
-fn store(cluster: Arc<Cluster>) -> RemoteStore {
-    RemoteStore::new(VM, cluster, RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
-}
+use common::{cluster, get_at_last, key, played, shards, start, store, stored, tls_cluster, until};
 
 /// Waits until a connection has input.
 fn wait_for(connection: &TcpStream) {
@@ -62,7 +49,7 @@ fn come(store: &RemoteStore, connection: &TcpStream, page: u64, handle: Handle) 
 fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_are_got_as_usual() {
     let Some(valkey) = start(Layout { tls: true, ..Layout::default() }) else { return };
     for cluster in [cluster(&valkey, 1), tls_cluster(&valkey, 1)] {
-        let store = store(cluster.clone());
+        let store = store(&cluster);
         let bytes: Vec<_> = (0..20).map(pages::mixed).collect();
         let handles = stored(&store, key(0), &bytes);
         let handle = |page: u64| handles[page as usize];
@@ -125,7 +112,7 @@ fn server() -> (RemoteStore, Sender<Vec<u8>>) {
             }
         }
     });
-    (store(cluster), say)
+    (store(&cluster), say)
 }
 
 #[test]

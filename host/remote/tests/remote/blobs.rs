@@ -6,25 +6,16 @@
 
 use crate::common;
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_remote::{RemoteBudget, RemoteStore, Seal};
-use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
-    RegionKey, SlowStore, Store,
-};
+use ballast_store::{Budget, Codec, GetOutcome, Handle, NearStore, PageBytes, PutOutcome, RamOptions, RamStore};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
-use common::{LEASE, cluster, handles, owner, put_at_last, start, until};
+use common::{LEASE, VM, cluster, get_run_at_last, handles, key, owner, put_at_last, start};
 
-const VM: VmId = VmId([7; 16]);
 const PAGES: u64 = 40;
 /// Bytes of the header of a blob, at RAM stores and in values.
 const HEADER: usize = 16;
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
 
 /// A page that takes room in RAM: no page of one repeated word.
 fn page(page: u64) -> PageBytes {
@@ -50,11 +41,7 @@ fn moved(near: &dyn NearStore, far: &RemoteStore) -> (Vec<Vec<u8>>, Vec<Handle>)
 }
 
 fn all_come_back(far: &RemoteStore, handles: &[Handle]) {
-    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
-    until(|| {
-        outcomes = far.get_run(&key(0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
-        if outcomes.contains(&GetOutcome::Busy) { Err(far.last_refusal()) } else { Ok(()) }
-    });
+    let (outcomes, out) = get_run_at_last(far, key(0), handles);
     assert!(outcomes.iter().all(|outcome| *outcome == GetOutcome::Found), "{outcomes:?}");
     (0..).zip(&out).for_each(|(number, out)| assert!(*out == page(number), "page {number} has other bytes"));
 }

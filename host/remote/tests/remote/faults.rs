@@ -11,26 +11,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_remote::{Access, Cluster, RemoteBudget, RemoteStore, lease, slot_of};
-use ballast_store::{Attach, Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store};
+use ballast_store::{Attach, Codec, GetOutcome, Handle, IoContext, PutOutcome, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, read};
-use common::{LEASE, cluster, end, owner, played, played_to, shards, start, tidy_up, until};
-
-const VM: VmId = VmId([7; 16]);
-
-fn store(cluster: &Arc<Cluster>) -> RemoteStore {
-    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
-}
+use common::{
+    LEASE, VM, cluster, end, get_run_at_last, key, key_of, known, nobodys, owner, played, played_to, shards, start,
+    store, store_of, tidy_up, until,
+};
 
 /// The store of another engine of the VM.
 fn another(cluster: &Arc<Cluster>, kept: &Arc<AtomicU64>) -> RemoteStore {
     store(cluster).kept_in(kept.clone(), None)
-}
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
 }
 
 fn put(store: &RemoteStore, first: u64, count: u64) -> Vec<PutOutcome> {
@@ -58,10 +51,7 @@ fn get(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
 
 /// Get a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
-    until(|| match get(store, page, handle) {
-        GetOutcome::Busy => Err(store.last_refusal()),
-        known => Ok(known),
-    })
+    known(store, || get(store, page, handle))
 }
 
 #[test]
@@ -129,11 +119,7 @@ fn a_slot_that_moves_is_read_written_and_freed_on_both_sides() {
     valkey.begin_move(slot, from, to).expect("begin");
     assert_eq!(valkey.move_keys(slot, from, to, 15).expect("move"), 15);
     // Both nodes have pages of this run. Get it as a run, and page by page.
-    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 40], Vec::new());
-    until(|| {
-        outcomes = store.get_run(&key(0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
-        if outcomes.contains(&GetOutcome::Busy) { Err(store.last_refusal()) } else { Ok(()) }
-    });
+    let (outcomes, out) = get_run_at_last(&store, key(0), &handles);
     assert_eq!(outcomes, [GetOutcome::Found; 40], "{:?}", store.last_refusal());
     (0..).zip(&out).for_each(|(page, bytes)| assert!(*bytes == pages::incompressible(page)));
     (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found));
@@ -241,9 +227,7 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     let living = store(&ours);
     let handles = stored(&living, 0, 2);
     let gone = VmId([9; 16]);
-    let dead = RemoteStore::new(gone, theirs.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
-    let dead_key = RegionKey { vm: gone, number: 0 }.page(PageIdx(0));
-    common::stored(&dead, dead_key, &[pages::mixed(1)]);
+    common::stored(&store_of(gone, &theirs), key_of(gone, 0), &[pages::mixed(1)]);
     let mut leaseless = lease::Leaseless::default();
     let mut sweep = |lasts, here| until(|| leaseless.sweep(&ours, lasts, &|vm| vm == here, &mut || ()));
     assert_eq!(sweep(Duration::ZERO, VM), []);
@@ -366,7 +350,6 @@ fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
             }
         })
     };
-    let handle = Handle::new(5).expect("40 bits");
     for (junk, pause) in [
         (&b"HTTP/1.1 200 OK\r\n\r\n"[..], Duration::ZERO),
         (b"$4096\r\n", Duration::from_millis(5)),
@@ -378,9 +361,9 @@ fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
     ] {
         let ours = server(junk, pause);
         let store = store(&ours);
-        assert!(matches!(get(&store, 0, handle), GetOutcome::Busy | GetOutcome::Corrupt));
+        assert!(matches!(get(&store, 0, nobodys()), GetOutcome::Busy | GetOutcome::Corrupt));
         assert_eq!(put(&store, 0, 3), [PutOutcome::Busy; 3]);
-        store.free(key(0), handle);
+        store.free(key(0), nobodys());
         store.tidy();
     }
 }
@@ -453,7 +436,7 @@ fn a_server_that_takes_a_byte_now_and_then_or_names_a_thousand_others_costs_time
     for crowd in [false, true] {
         let store = store(&server(crowd));
         assert_eq!(put(&store, 0, 512), [PutOutcome::Busy; 512]);
-        assert_eq!(get(&store, 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy);
+        assert_eq!(get(&store, 0, nobodys()), GetOutcome::Busy);
     }
 }
 
@@ -480,10 +463,10 @@ fn a_node_that_says_it_is_the_primary_of_hundreds_of_shards_is_asked_for_one_vot
             }
         }
     });
-    let (store, begun, handle) = (store(&ours), Instant::now(), Handle::new(5).expect("40 bits"));
+    let (store, begun) = (store(&ours), Instant::now());
     loop {
         let before = maps.load(Ordering::Acquire);
-        assert_eq!(get(&store, 0, handle), GetOutcome::Busy);
+        assert_eq!(get(&store, 0, nobodys()), GetOutcome::Busy);
         if store.last_refusal().is_some_and(|why| why.contains("no majority of the 900 primaries")) {
             let more = maps.load(Ordering::Acquire) - before;
             assert!(more < 10, "it was asked {more} times");
@@ -506,7 +489,7 @@ fn a_server_that_speaks_no_tls_or_never_ends_its_greeting_costs_time_and_nothing
             }
         });
         let store = store(&ours);
-        assert_eq!(get(&store, 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy);
+        assert_eq!(get(&store, 0, nobodys()), GetOutcome::Busy);
         assert_eq!(put(&store, 0, 3), [PutOutcome::Busy; 3]);
     }
 }

@@ -8,35 +8,25 @@
 use crate::common;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
+use ballast_base::PAGE_SIZE;
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Cluster, RemoteBudget, RemoteStore, Seal, seal};
-use ballast_store::{
-    Codec, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore, Store,
-};
+use ballast_remote::{Cluster, RemoteStore, Seal, seal};
+use ballast_store::{GetOutcome, Handle, IoContext, PageBytes, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
-use common::{LEASE, cluster, owner, start};
+use common::{VM, cluster, get_at_last, key, key_of, owner, start, store_of, stored, until};
 
 /// Pages of the run that is attacked, all in one chunk. The first one is left alone.
 const PAGES: u64 = 8;
-const VM: VmId = VmId([7; 16]);
 const OTHER_VM: VmId = VmId([8; 16]);
-/// Limit for every wait, on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
-
-fn key(vm: VmId, page: u64) -> PageKey {
-    RegionKey { vm, number: 0 }.page(PageIdx(page))
-}
 
 fn page(page: u64) -> PageBytes {
     if page.is_multiple_of(2) { pages::incompressible(page) } else { pages::half_compressible(page) }
 }
 
 fn store(cluster: &Arc<Cluster>, vm: VmId, secret: Option<&[u8; 32]>) -> RemoteStore {
-    let store = RemoteStore::new(vm, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
+    let store = store_of(vm, cluster);
     match secret {
         Some(secret) => store.sealed(Seal::with(0, secret)),
         None => store,
@@ -44,46 +34,27 @@ fn store(cluster: &Arc<Cluster>, vm: VmId, secret: Option<&[u8; 32]>) -> RemoteS
 }
 
 fn put(store: &RemoteStore, vm: VmId, bytes: &[PageBytes]) -> Vec<Handle> {
-    let begun = Instant::now();
-    loop {
-        let mut outcomes = Vec::new();
-        store.put_run(key(vm, 0), bytes, &mut outcomes);
-        let handle = |outcome: &PutOutcome| if let PutOutcome::Stored(handle) = outcome { Some(*handle) } else { None };
-        if let Some(handles) = outcomes.iter().map(handle).collect() {
-            return handles;
-        }
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+    stored(store, key_of(vm, 0), bytes)
 }
 
 /// Reads the whole run. Retries until no outcome is `Busy`.
 fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
-    let begun = Instant::now();
-    loop {
+    until(|| {
         let mut out = vec![[0; PAGE_SIZE]; handles.len()];
-        let outcomes = store.get_run(&key(VM, 0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
+        let outcomes = store.get_run(&key(0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
         for (at, outcome) in (0..).zip(&outcomes) {
             assert!(*outcome != GetOutcome::Found || out[at as usize] == page(at), "page {at} has other bytes");
         }
-        if !outcomes.contains(&GetOutcome::Busy) {
-            return outcomes;
-        }
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+        if outcomes.contains(&GetOutcome::Busy) { Err(store.last_refusal()) } else { Ok(outcomes) }
+    })
 }
 
 /// Reads one page by itself.
 fn get_one(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
-    let (mut out, begun) = ([0; PAGE_SIZE], Instant::now());
-    loop {
-        match store.get(key(VM, at), handle, &mut out, IoContext::GUEST) {
-            GetOutcome::Busy => assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal()),
-            outcome => {
-                assert!(outcome != GetOutcome::Found || out == page(at), "page {at} has other bytes");
-                return outcome;
-            }
-        }
-    }
+    let mut out = [0; PAGE_SIZE];
+    let outcome = get_at_last(store, key(at), handle, &mut out);
+    assert!(outcome != GetOutcome::Found || out == page(at), "page {at} has other bytes");
+    outcome
 }
 
 fn name(vm: VmId, page: u64, handle: Handle) -> Vec<u8> {
@@ -159,7 +130,7 @@ fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
         // The real ones are back.
         names.iter().zip(&values).for_each(|(name, value)| attacker.set(name, value));
         assert_eq!(get(&victim, &handles), vec![GetOutcome::Found; PAGES as usize]);
-        (0..).zip(&older).for_each(|(at, handle)| victim.free(key(VM, at), *handle));
+        (0..).zip(&older).for_each(|(at, handle)| victim.free(key(at), *handle));
         drop((victim, other));
     }
 }
@@ -185,10 +156,9 @@ fn a_page_whose_key_has_a_list_or_a_set_is_corrupt_and_the_key_can_be_removed() 
         let expected = if (1..4).contains(&at) { GetOutcome::Corrupt } else { GetOutcome::Found };
         assert_eq!(*outcome, expected, "page {at}");
     }
-    (0..).zip(&handles).for_each(|(at, handle)| victim.free(key(VM, at), *handle));
-    let begun = Instant::now();
-    while valkey.keys().expect("keys") > 1 {
+    (0..).zip(&handles).for_each(|(at, handle)| victim.free(key(at), *handle));
+    until(|| {
         victim.tidy();
-        assert!(begun.elapsed() < DEADLINE, "{:?}", victim.last_refusal());
-    }
+        if valkey.keys().expect("keys") > 1 { Err(victim.last_refusal()) } else { Ok(()) }
+    });
 }

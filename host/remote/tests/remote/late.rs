@@ -5,50 +5,28 @@
 
 use crate::common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{
-    Codec, DurableStore, Ends, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store, blob,
-};
+use ballast_base::PAGE_SIZE;
+use ballast_remote::Cluster;
+use ballast_store::{Codec, DurableStore, Ends, GetOutcome, IoContext, PutOutcome, SlowStore, Store, blob};
 use ballast_testkit::pages;
 use ballast_testvm::Finally;
-use common::{LEASE, played, serve, until};
+use common::{DEADLINE, key, nobodys, played, serve, store, until};
 
-const VM: VmId = VmId([7; 16]);
-/// Limit for every wait, on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
 /// Pages of 2 MiB.
 const RUN: u64 = 512;
 
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
-
-fn handle() -> Handle {
-    Handle::new(5).expect("40 bits")
-}
-
-fn store(cluster: &Arc<Cluster>) -> RemoteStore {
-    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
-}
-
 /// Waits until the store's client knows who has which slot.
 fn has_map(cluster: &Cluster) {
-    let begun = Instant::now();
-    while cluster.owner(0, IoContext::BACKGROUND).is_err() {
-        assert!(begun.elapsed() < DEADLINE, "{:?}", cluster.silence());
-    }
+    until(|| cluster.owner(0, IoContext::BACKGROUND).map_err(|_| cluster.silence()));
 }
 
 /// The reply with the value of a page.
 fn value(page: u64) -> Vec<u8> {
     let mut value = Vec::new();
-    blob::seal(key(page), handle(), &pages::incompressible(page), Codec::Lz4, &mut value);
+    blob::seal(key(page), nobodys(), &pages::incompressible(page), Codec::Lz4, &mut value);
     [format!("${}\r\n", value.len()).as_bytes(), &value, b"\r\n"].concat()
 }
 
@@ -106,13 +84,13 @@ fn a_run_that_takes_long_comes_while_others_read_pages_of_its_node_that_come_qui
             let mut out = [0; PAGE_SIZE];
             while !over.load(Ordering::Acquire) {
                 // A busy machine may let a request take longer than its timeout.
-                let outcome = store.get(key(0), handle(), &mut out, IoContext::GUEST);
+                let outcome = store.get(key(0), nobodys(), &mut out, IoContext::GUEST);
                 assert!(matches!(outcome, GetOutcome::Found | GetOutcome::Busy), "{outcome:?}");
             }
         });
         let (begun, mut out) = (Instant::now(), vec![[0; PAGE_SIZE]; RUN as usize]);
         loop {
-            let outcomes = store.get_run(&key(0).run([handle(); RUN as usize]), &mut out, IoContext::GUEST);
+            let outcomes = store.get_run(&key(0).run([nobodys(); RUN as usize]), &mut out, IoContext::GUEST);
             if outcomes == [GetOutcome::Found; RUN as usize] {
                 break;
             }
@@ -139,7 +117,7 @@ fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late(
         let begun = Instant::now();
         loop {
             let mut out = vec![[0; PAGE_SIZE]; pages];
-            let outcomes = store.get_run(&key(0).run(vec![handle(); pages]), &mut out, context);
+            let outcomes = store.get_run(&key(0).run(vec![nobodys(); pages]), &mut out, context);
             assert_eq!(outcomes, vec![GetOutcome::Busy; pages]);
             let why = store.last_refusal().expect("a reason");
             if why.contains(wanted) {
@@ -167,12 +145,12 @@ fn pages_of_a_vm_that_keeps_no_cluster_wait_and_are_not_lost() {
     // It has no page at all.
     let ours = played(move |stream| serve(&stream, &|_| Some((vec![b"$-1\r\n".to_vec()], Duration::ZERO))));
     let store = store(&ours);
-    store.recover(&mut (0..9).map(|page| (key(page), handle()))).expect("recover");
+    store.recover(&mut (0..9).map(|page| (key(page), nobodys()))).expect("recover");
     has_map(&ours);
     let mut out = [0; PAGE_SIZE];
     // One that is late on a busy machine is asked for again.
     until(|| {
-        assert_eq!(store.get(key(0), handle(), &mut out, IoContext::GUEST), GetOutcome::Busy);
+        assert_eq!(store.get(key(0), nobodys(), &mut out, IoContext::GUEST), GetOutcome::Busy);
         let why = store.last_refusal().expect("a reason");
         if why.contains("it is not kept which cluster") { Ok(()) } else { Err(why) }
     });

@@ -9,32 +9,21 @@ use crate::common;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_remote::{
     Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, seal, tick_now,
 };
 use ballast_store::{
-    Attach, Codec, DurableStore, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore,
-    Store,
+    Attach, Codec, DurableStore, GetOutcome, Handle, IoContext, PageBytes, PutOutcome, SlowStore, Store,
 };
 use ballast_testkit::conformance;
 use ballast_testvm::valkey::{Layout, Valkey};
-use common::{LEASE, cluster, start, tls, tls_cluster, until};
+use common::{LEASE, VM, cluster, key, known, nobodys, start, store, stored, tls, tls_cluster, until};
 
-const VM: VmId = VmId([7; 16]);
 /// The known bytes on each page. Compression does not change them.
 const SECRET: &[u8] = b"the guest knows something that nobody else shall know";
-
-fn store(cluster: &Arc<Cluster>) -> RemoteStore {
-    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
-}
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
 
 fn page(seed: u64) -> PageBytes {
     let mut bytes = ballast_testkit::pages::incompressible(seed);
@@ -42,24 +31,8 @@ fn page(seed: u64) -> PageBytes {
     bytes
 }
 
-/// Limit for every wait, on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
-
 fn put(store: &RemoteStore, count: u64) -> Vec<Handle> {
-    let (bytes, begun): (Vec<_>, _) = ((0..count).map(page).collect(), Instant::now());
-    loop {
-        let mut outcomes = Vec::new();
-        store.put_run(key(0), &bytes, &mut outcomes);
-        let handle = |outcome: &PutOutcome| match outcome {
-            PutOutcome::Stored(handle) => Some(*handle),
-            PutOutcome::Busy => None,
-            PutOutcome::Full => panic!("full: {:?}", store.last_refusal()),
-        };
-        if let Some(handles) = outcomes.iter().map(handle).collect() {
-            return handles;
-        }
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+    stored(store, key(0), &(0..count).map(page).collect::<Vec<_>>())
 }
 
 fn get_once(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
@@ -71,13 +44,7 @@ fn get_once(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
 
 /// Gets a page. Retries until the outcome is not `Busy`.
 fn get(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
-    let begun = Instant::now();
-    loop {
-        match get_once(store, at, handle) {
-            GetOutcome::Busy => assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal()),
-            known => return known,
-        }
-    }
+    known(store, || get_once(store, at, handle))
 }
 
 fn shows(bytes: &[u8]) -> bool {
@@ -165,7 +132,7 @@ fn a_client_with_the_wrong_certificate_gets_nothing_and_is_told_which_file() {
         let context = IoContext::BACKGROUND.until(Instant::now() + LEASE);
         let error = ours.map_of(&nodes[0], context).expect_err("it is not let in").to_string();
         assert!(error.contains(says), "{says}: {error}");
-        assert_eq!(get_once(&store(&ours), 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy, "that is no loss");
+        assert_eq!(get_once(&store(&ours), 0, nobodys()), GetOutcome::Busy, "that is no loss");
     }
     let handles = put(&store(&tls_cluster(&valkey, 0)), 3);
     assert_eq!(get(&store(&tls_cluster(&valkey, 0)), 2, handles[2]), GetOutcome::Found);
@@ -183,11 +150,11 @@ fn documented_user() -> Vec<&'static str> {
 
 /// Waits until this many keys are left.
 fn until_gone(stores: &[&RemoteStore], valkey: &Valkey, keys: u64) {
-    let begun = Instant::now();
-    while valkey.keys().expect("keys") != keys {
+    until(|| {
         stores.iter().for_each(|store| store.tidy());
-        assert!(begun.elapsed() < DEADLINE, "{} keys are left", valkey.keys().expect("keys"));
-    }
+        let left = valkey.keys().expect("keys");
+        if left == keys { Ok(()) } else { Err(left) }
+    });
 }
 
 /// Waits until no value shows a page.
@@ -212,15 +179,13 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
         let nodes = vec![Addr::parse(&valkey.tls_addr(0)).expect("an address")];
         Arc::new(Cluster::new(ClusterOptions { nodes, access, replicas: 1 }))
     };
-    let (wrong, begun) = (store(&opened("another")), Instant::now());
-    loop {
+    let wrong = store(&opened("another"));
+    let why = until(|| {
         assert_eq!(wrong.put(key(0), &page(0)), PutOutcome::Busy);
         let why = wrong.last_refusal().expect("a reason");
-        if why.contains("WRONGPASS") {
-            break assert!(!why.contains("another"), "{why}");
-        }
-        assert!(begun.elapsed() < DEADLINE, "{why}");
-    }
+        if why.contains("WRONGPASS") { Ok(why) } else { Err(why) }
+    });
+    assert!(!why.contains("another"), "{why}");
     let ours = opened(PASSWORD);
     let first = store(&ours);
     let handles = put(&first, 3);
@@ -230,8 +195,7 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
     next.recover(&mut std::iter::once((key(1), handles[1]))).expect("recovered");
     until_gone(&[&first, &next], &valkey, 2);
     // No node has this page. All are asked, also replicas.
-    let nobody = Handle::new(5).expect("40 bits");
-    assert_eq!(get(&store(&ours), 1, nobody), GetOutcome::Absent);
+    assert_eq!(get(&store(&ours), 1, nobodys()), GetOutcome::Absent);
     assert_eq!(get(&store(&ours), 1, handles[1]), GetOutcome::Found);
     let unseen: Vec<_> = check::check(&ours).into_iter().filter(|found| found.text.contains("NOPERM")).collect();
     assert!(unseen.is_empty(), "{unseen:?}");

@@ -6,47 +6,44 @@
 use crate::common;
 
 use std::io::{Read, Write};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use ballast_remote::{Addr, Cluster};
 use ballast_store::IoContext;
-use common::{played, shards};
+use common::{played, shards, until};
 
 /// Requests maps until one is there.
 fn reach(cluster: &Cluster) {
-    let begun = Instant::now();
-    while cluster.map().uncovered() > 0 || cluster.map().shards().next().is_none() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", cluster.silence());
+    until(|| {
         cluster.refresh(IoContext::BACKGROUND);
-    }
+        let is_there = cluster.map().uncovered() == 0 && cluster.map().shards().next().is_some();
+        if is_there { Ok(()) } else { Err(cluster.silence()) }
+    });
+}
+
+/// A server that replies with its map to all, after this time.
+fn server(after: Duration) -> Arc<Cluster> {
+    played(move |mut stream| {
+        let mut asked = [0; 8192];
+        while let Ok(1..) = stream.read(&mut asked) {
+            std::thread::sleep(after);
+            let port = stream.local_addr().expect("an address").port();
+            if stream.write_all(shards(port).as_bytes()).is_err() {
+                return;
+            }
+        }
+    })
 }
 
 #[test]
 fn a_cluster_that_always_needs_longer_than_the_first_timeout_for_its_map_is_reached() {
-    let cluster = played(|mut stream| {
-        let mut asked = [0; 8192];
-        while let Ok(1..) = stream.read(&mut asked) {
-            std::thread::sleep(Duration::from_millis(500));
-            let port = stream.local_addr().expect("an address").port();
-            if stream.write_all(shards(port).as_bytes()).is_err() {
-                return;
-            }
-        }
-    });
-    reach(&cluster);
+    reach(&server(Duration::from_millis(500)));
 }
 
 #[test]
 fn a_node_that_left_the_cluster_is_forgotten_with_its_figures_when_the_next_map_comes() {
-    let cluster = played(|mut stream| {
-        let mut asked = [0; 8192];
-        while let Ok(1..) = stream.read(&mut asked) {
-            let port = stream.local_addr().expect("an address").port();
-            if stream.write_all(shards(port).as_bytes()).is_err() {
-                return;
-            }
-        }
-    });
+    let cluster = server(Duration::ZERO);
     let gone = Addr { host: "127.0.0.1".into(), port: 1 };
     let node = cluster.node(&gone);
     assert_eq!(cluster.figures().len(), 1);

@@ -5,58 +5,37 @@
 
 use crate::common;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::PAGE_SIZE;
+use ballast_remote::RemoteStore;
 use ballast_remote::check::check;
-use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store};
+use ballast_store::{GetOutcome, Handle, IoContext, PutOutcome, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
-use common::{LEASE, cluster, start};
-
-const VM: VmId = VmId([7; 16]);
-const DEADLINE: Duration = Duration::from_secs(60);
-
-fn key(page: u64) -> PageKey {
-    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
-
-fn store(cluster: &Arc<Cluster>) -> RemoteStore {
-    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
-}
+use common::{DEADLINE, cluster, key, start, store, stored, until};
 
 /// Puts a page until it is stored.
 fn put(store: &RemoteStore, page: u64) -> Handle {
-    let begun = Instant::now();
-    loop {
-        match store.put(key(page), &pages::mixed(page)) {
-            PutOutcome::Stored(handle) => return handle,
-            outcome => assert_eq!(outcome, PutOutcome::Busy),
-        }
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+    stored(store, key(page), &[pages::mixed(page)])[0]
 }
 
 /// Puts a page until it is refused because one replica has it and two must. It may be stored before if the store may
 /// not know yet of the second one.
 fn needs_two(store: &RemoteStore, page: u64, may_be_stored: bool) {
-    let begun = Instant::now();
-    loop {
+    until(|| {
         match store.put(key(page), &pages::mixed(page)) {
             PutOutcome::Stored(handle) if may_be_stored => store.free(key(page), handle),
             outcome => {
                 assert_eq!(outcome, PutOutcome::Busy);
                 let why = store.last_refusal().expect("a reason");
                 if why.contains("1 replicas") && why.contains("2 are needed") {
-                    return;
+                    return Ok(());
                 }
             }
         }
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+        Err(store.last_refusal())
+    });
 }
 
 #[test]
@@ -81,10 +60,11 @@ fn a_page_is_stored_only_when_every_replica_that_may_be_elected_has_it() {
     valkey.kill(1);
     valkey.say(2, &["CONFIG", "SET", "cluster-node-timeout", "1000"]).expect("CONFIG");
     valkey.say(2, &["CLUSTER", "FAILOVER", "TAKEOVER"]).expect("it is the primary");
-    let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
-    while store.get(key(0), handle, &mut out, IoContext::GUEST) != GetOutcome::Found {
-        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
-    }
+    let mut out = [0; PAGE_SIZE];
+    until(|| match store.get(key(0), handle, &mut out, IoContext::GUEST) {
+        GetOutcome::Found => Ok(()),
+        _ => Err(store.last_refusal()),
+    });
     assert!(out == pages::mixed(0));
 }
 

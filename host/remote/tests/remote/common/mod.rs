@@ -6,10 +6,12 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteStore, Tls, lease, slot_of};
-use ballast_store::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, SlowStore, Store};
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Tls, lease, slot_of};
+use ballast_store::{
+    Codec, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore, Store,
+};
 use ballast_testkit::missing;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
@@ -30,12 +32,50 @@ pub fn until<T, E: std::fmt::Debug>(mut ask: impl FnMut() -> Result<T, E>) -> T 
     }
 }
 
-/// Gets a page. Retries until the outcome is not `Busy`.
-pub fn get_at_last(store: &RemoteStore, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-    until(|| match store.get(key, handle, out, IoContext::GUEST) {
+pub const VM: VmId = VmId([7; 16]);
+
+pub fn key_of(vm: VmId, page: u64) -> PageKey {
+    RegionKey { vm, number: 0 }.page(PageIdx(page))
+}
+
+pub fn key(page: u64) -> PageKey {
+    key_of(VM, page)
+}
+
+pub fn store_of(vm: VmId, cluster: &Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(vm, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+pub fn store(cluster: &Arc<Cluster>) -> RemoteStore {
+    store_of(VM, cluster)
+}
+
+/// A handle that no store gave.
+pub fn nobodys() -> Handle {
+    Handle::new(5).expect("40 bits")
+}
+
+/// Gets a page with `get`. Retries until the outcome is not `Busy`.
+pub fn known(store: &RemoteStore, mut get: impl FnMut() -> GetOutcome) -> GetOutcome {
+    until(|| match get() {
         GetOutcome::Busy => Err(store.last_refusal()),
         known => Ok(known),
     })
+}
+
+/// Gets a page. Retries until the outcome is not `Busy`.
+pub fn get_at_last(store: &RemoteStore, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    known(store, || store.get(key, handle, out, IoContext::GUEST))
+}
+
+/// Gets a run. Retries until no outcome is `Busy`.
+pub fn get_run_at_last(store: &RemoteStore, first: PageKey, handles: &[Handle]) -> (Vec<GetOutcome>, Vec<PageBytes>) {
+    let mut out = vec![[0; PAGE_SIZE]; handles.len()];
+    let outcomes = until(|| {
+        let outcomes = store.get_run(&first.run(handles.iter().copied()), &mut out, IoContext::GUEST);
+        if outcomes.contains(&GetOutcome::Busy) { Err(store.last_refusal()) } else { Ok(outcomes) }
+    });
+    (outcomes, out)
 }
 
 /// Puts pages, which have these forms in another store, or none there. Retries until no outcome is `Busy`.
