@@ -40,12 +40,6 @@ impl Ram {
     pub fn one(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) -> Self {
         Self { hva, extents: vec![RamExtent { fd, offset, len }], guest_address: None }
     }
-
-    /// With the guest-physical address of the first byte.
-    #[must_use]
-    pub fn at_guest_address(self, address: u64) -> Self {
-        Self { guest_address: Some(address), ..self }
-    }
 }
 
 #[derive(Debug)]
