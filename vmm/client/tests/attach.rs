@@ -11,11 +11,18 @@ use ballast_base::{Bytes, Hva};
 use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 use ballast_sys::{Mapping, memfd, scm};
-use double::{Keeper, Session, VM, have_uffd, hva, pages, unread};
+use double::{Keeper, Session, VM, hva, pages, unread};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 const PAGES: u64 = 16;
+
+/// A keeper and RAM; `None`, with a printed skip, if this machine cannot run the test.
+fn machine() -> Option<(Keeper, OwnedFd, Mapping)> {
+    let keeper = Keeper::start()?;
+    let (fd, map) = ram();
+    Some((keeper, fd, map))
+}
 
 /// Guest RAM whose page `n` begins with the word `n + 1`.
 fn ram() -> (OwnedFd, Mapping) {
@@ -80,11 +87,7 @@ fn attached_as(builder: Builder, keeper: &Keeper) -> (Client, Session) {
 
 #[test]
 fn a_zapped_page_faults_to_the_userfaultfd_handed_over_and_keeps_its_bytes() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     assert_eq!(client.vm(), VM);
     assert_eq!((session.attach.name.as_str(), session.attach.resume), ("web-1", None));
@@ -104,11 +107,7 @@ fn a_zapped_page_faults_to_the_userfaultfd_handed_over_and_keeps_its_bytes() {
 
 #[test]
 fn a_zap_outside_announced_ram_is_einval_and_touches_nothing() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (_client, session) = attached(&keeper, &fd, &map);
     // Private memory of the VMM: a zap would turn it into zeros.
     let private = vec![0xA5u8; 1 << 20];
@@ -137,11 +136,7 @@ fn a_zap_outside_announced_ram_is_einval_and_touches_nothing() {
 
 #[test]
 fn garbage_on_either_socket_is_survived() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     let mut long = vec![0xFF; 60_000];
     long[..6].copy_from_slice(b"BLST\x01\x00");
@@ -167,11 +162,7 @@ fn garbage_on_either_socket_is_survived() {
 
 #[test]
 fn a_discard_returns_after_the_engine_has_replied() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     let ranges = [(hva(map.addr()), pages(2)), (hva(map.addr()) + pages(5), pages(1))];
     std::thread::scope(|scope| {
@@ -185,11 +176,7 @@ fn a_discard_returns_after_the_engine_has_replied() {
 
 #[test]
 fn a_discard_that_no_engine_reads_fails_and_never_takes_effect_later() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached_as(impatient(builder(&keeper, &fd, &map)), &keeper);
     let error = client.discard(&[(hva(map.addr()), pages(1))]).expect_err("nobody reads");
     assert!(matches!(error, DiscardError::NoAnswer(_)), "{error}");
@@ -200,11 +187,7 @@ fn a_discard_that_no_engine_reads_fails_and_never_takes_effect_later() {
 
 #[test]
 fn a_discard_of_a_dying_engine_is_repeated_to_the_next() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| client.discard(&[(hva(map.addr()), pages(1))]));
@@ -221,11 +204,7 @@ fn a_discard_of_a_dying_engine_is_repeated_to_the_next() {
 
 #[test]
 fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| client.discard(&[(hva(map.addr()), pages(1))]));
@@ -244,11 +223,7 @@ fn after_a_keepers_death_the_client_resumes_with_its_files_and_a_new_socket() {
 }
 
 fn resumes_with(stores: &[(u8, u8)]) {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, escrow) = attach_with(impatient(builder(&keeper, &fd, &map)), &keeper, |keeper| {
         let session = keeper.client();
         session.accept_with(stores)
@@ -284,11 +259,7 @@ fn resumes_with(stores: &[(u8, u8)]) {
 
 #[test]
 fn several_userfaultfds_come_back_in_order_and_differ() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let ids = |session: &Session| {
         let all = std::iter::once(&session.uffd).chain(&session.more_uffds);
         all.map(|uffd| memfd::file_id(uffd).expect("stat").ino).collect::<Vec<_>>()
@@ -323,11 +294,7 @@ fn several_userfaultfds_come_back_in_order_and_differ() {
 
 #[test]
 fn a_refused_resume_is_repeated_until_it_is_accepted() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     drop(session);
     keeper.client().answer(&KeeperToClient::Refused("still thinking".into()));
@@ -343,11 +310,7 @@ fn a_refused_resume_is_repeated_until_it_is_accepted() {
 
 #[test]
 fn a_first_attach_that_fails_says_why() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let attempt = |script: fn(Session)| {
         attach_with(builder(&keeper, &fd, &map), &keeper, |keeper| script(keeper.client())).0.expect_err("not attached")
     };
@@ -373,11 +336,7 @@ fn a_first_attach_that_fails_says_why() {
 
 #[test]
 fn while_the_first_attach_may_still_fail_nothing_is_zapped() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (refused, control) = attach_with(builder(&keeper, &fd, &map), &keeper, |keeper| {
         let session = keeper.client();
         session.tell(&EngineToClient::Zap { seq: 1, ranges: vec![session.whole(0)] });
@@ -392,11 +351,7 @@ fn while_the_first_attach_may_still_fail_nothing_is_zapped() {
 
 #[test]
 fn a_keeper_at_a_relative_path_is_found_again_from_another_directory() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let before = std::env::current_dir().expect("a directory");
     // All other paths of these tests are absolute.
     std::env::set_current_dir(keeper.path.parent().expect("a directory")).expect("chdir");
@@ -416,11 +371,7 @@ fn someone_waits_in(call: i64) -> bool {
 
 #[test]
 fn a_first_attach_waits_for_room_where_many_connect_at_once() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let address = SocketAddrUnix::new(&keeper.path).expect("address");
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let others: Vec<OwnedFd> = std::iter::from_fn(|| {
@@ -444,11 +395,7 @@ fn a_first_attach_waits_for_room_where_many_connect_at_once() {
 
 #[test]
 fn a_region_for_which_the_keeper_asks_to_wait_is_repeated_until_it_is_taken() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     let (extra, extra_map) = ram();
     let range = (hva(extra_map.addr()), pages(1));
@@ -472,11 +419,7 @@ fn a_region_for_which_the_keeper_asks_to_wait_is_repeated_until_it_is_taken() {
 
 #[test]
 fn a_region_for_which_the_keeper_asks_to_wait_too_long_is_given_up() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached_as(impatient(builder(&keeper, &fd, &map)), &keeper);
     let (extra, extra_map) = ram();
     let range = (hva(extra_map.addr()), pages(1));
@@ -510,11 +453,7 @@ fn a_region_for_which_the_keeper_asks_to_wait_too_long_is_given_up() {
 
 #[test]
 fn a_late_answer_confirms_no_other_region() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached_as(hasty(builder(&keeper, &fd, &map)), &keeper);
     let (first, first_map) = ram();
     let (second, second_map) = ram();
@@ -537,11 +476,7 @@ fn a_late_answer_confirms_no_other_region() {
 
 #[test]
 fn a_region_that_the_vmm_knows_to_be_unmanaged_is_never_zapped() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached_as(hasty(builder(&keeper, &fd, &map)), &keeper);
     let (extra, extra_map) = ram();
     let range = (hva(extra_map.addr()), pages(PAGES));
@@ -559,11 +494,7 @@ fn a_region_that_the_vmm_knows_to_be_unmanaged_is_never_zapped() {
 
 #[test]
 fn a_keeper_that_refuses_a_vm_is_also_offered_it_without_unconfirmed_ram() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     let away = keeper.die();
     drop(session);
@@ -590,11 +521,8 @@ fn a_keeper_that_refuses_a_vm_is_also_offered_it_without_unconfirmed_ram() {
 
 #[test]
 fn a_pin_waits_while_pages_return() {
-    if !have_uffd() {
-        return;
-    }
     const LIMIT: Duration = Duration::from_secs(2);
-    let keeper = Keeper::start();
+    let Some(keeper) = Keeper::start() else { return };
     let fd = memfd::create("guest-ram", Bytes(pages(4096))).expect("memfd");
     let map = Mapping::shared(&fd, 0, pages(4096) as usize).expect("map");
     let ram = fd.try_clone().expect("dup");
@@ -620,11 +548,7 @@ fn a_pin_waits_while_pages_return() {
 
 #[test]
 fn a_removed_region_is_never_zapped_again_and_a_refused_one_is_never_zapped() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     let (extra, extra_map) = ram();
     let range = (hva(extra_map.addr()), pages(1));
@@ -656,11 +580,7 @@ fn a_removed_region_is_never_zapped_again_and_a_refused_one_is_never_zapped() {
 
 #[test]
 fn a_late_answer_does_not_count_for_the_next_request_and_a_pin_needs_its_answer() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let timing = Timing { answer: Duration::from_secs(5), ..Timing::default() };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
     assert!(matches!(client.pin("first"), Err(RequestError::NoAnswer)), "nobody answered");
@@ -676,16 +596,12 @@ fn a_late_answer_does_not_count_for_the_next_request_and_a_pin_needs_its_answer(
 
 #[test]
 fn a_client_may_pin_unless_it_declined_and_reports_the_change_once() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     assert!(session.attach.may_pin);
     client.may_pin().expect("nothing to ask");
 
-    let keeper = Keeper::start();
+    let keeper = Keeper::start().expect("as before");
     let timing = Timing { answer: Duration::from_secs(5), ..Timing::default() };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(timing), &keeper);
     assert!(!session.attach.may_pin);
@@ -706,11 +622,7 @@ fn a_client_may_pin_unless_it_declined_and_reports_the_change_once() {
 
 #[test]
 fn if_a_keeper_dies_before_it_confirms_may_pin_its_successor_knows() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false), &keeper);
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| client.may_pin());
@@ -726,12 +638,8 @@ fn if_a_keeper_dies_before_it_confirms_may_pin_its_successor_knows() {
 
 #[test]
 fn from_c_a_zeroed_config_may_pin_and_never_pins_lasts_until_may_pin() {
-    if !have_uffd() {
-        return;
-    }
-    let (fd, map) = ram();
     for never_pins in [0, 1] {
-        let keeper = Keeper::start();
+        let Some((keeper, fd, map)) = machine() else { return };
         let socket = std::ffi::CString::new(keeper.path.to_str().expect("text")).expect("no NUL");
         let attach = || {
             let null = std::ptr::null();
@@ -761,11 +669,7 @@ fn from_c_a_zeroed_config_may_pin_and_never_pins_lasts_until_may_pin() {
 
 #[test]
 fn fail_stop_reaches_the_handler_with_its_reason() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (said, heard) = std::sync::mpsc::channel();
     let said = std::sync::Mutex::new(said);
     let handler = move |reason: &str| said.lock().expect("lock").send(reason.to_owned()).expect("send");
@@ -781,11 +685,7 @@ fn fail_stop_reaches_the_handler_with_its_reason() {
 
 #[test]
 fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (extra, extra_map) = ram();
     let both = builder(&keeper, &fd, &map).region(
         extra.try_clone().expect("dup"),
@@ -813,11 +713,7 @@ fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
 
 #[test]
 fn a_zap_reports_parts_mapped_over_whose_far_pages_were_restored_before() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     session.register_all();
     let at = |page| hva(map.addr()) + pages(page);
@@ -852,11 +748,7 @@ fn a_zap_reports_parts_mapped_over_whose_far_pages_were_restored_before() {
 
 #[test]
 fn restore_all_brings_far_pages_back_through_faults() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
-    let (fd, map) = ram();
+    let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);
     session.register_all();
     // Two pages are far: zapped, and punched out of the file.

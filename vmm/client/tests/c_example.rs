@@ -14,7 +14,7 @@ use ballast_base::wire::{ClientToKeeper, EngineToClient, KeeperToClient};
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
 use ballast_testkit::missing;
-use double::{Keeper, have_uffd};
+use double::Keeper;
 
 /// Compiles the example; `None`, with a printed skip, without a C compiler.
 fn compile(out: &Path, example: &str) -> Option<PathBuf> {
@@ -45,12 +45,9 @@ fn compile(out: &Path, example: &str) -> Option<PathBuf> {
 
 #[test]
 fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
-    if !have_uffd() {
-        return;
-    }
+    let Some(keeper) = Keeper::start() else { return };
     let dir = tempfile::tempdir().expect("tempdir");
     let Some(program) = compile(dir.path(), "embed") else { return };
-    let keeper = Keeper::start();
     let mut child = Command::new(program)
         .env("BALLAST_SOCKET", &keeper.path)
         .stdin(Stdio::piped())
@@ -101,13 +98,10 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
 
 #[test]
 fn the_c_example_with_ram_in_pieces_describes_them_and_keeps_its_bytes() {
-    if !have_uffd() {
-        return;
-    }
     const PIECE: u64 = 1 << 20;
+    let Some(keeper) = Keeper::start() else { return };
     let dir = tempfile::tempdir().expect("tempdir");
     let Some(program) = compile(dir.path(), "pieces") else { return };
-    let keeper = Keeper::start();
     let mut child = Command::new(program)
         .env("BALLAST_SOCKET", &keeper.path)
         .stdin(Stdio::piped())

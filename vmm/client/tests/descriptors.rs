@@ -9,15 +9,12 @@ use ballast_base::store::RAM_STORE;
 use ballast_base::wire::{ClientToKeeper, KeeperToClient, StoreFiles};
 use ballast_client::Client;
 use ballast_sys::{Mapping, memfd};
-use double::{Keeper, VM, have_uffd, hva, pages, unread};
+use double::{Keeper, VM, hva, pages, unread};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 #[test]
 fn a_client_short_of_descriptors_keeps_its_own_files_and_attaches() {
-    if !have_uffd() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = Keeper::start() else { return };
     let fd = memfd::create("guest-ram", Bytes(pages(16))).expect("memfd");
     let map = Mapping::shared(&fd, 0, pages(16) as usize).expect("map");
     let builder =

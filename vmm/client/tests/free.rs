@@ -9,7 +9,7 @@ use ballast_base::wire::{ClientToEngine, EngineToClient};
 use ballast_base::{Bytes, HUGE_SIZE, Hva};
 use ballast_client::{Client, DiscardError, Timing};
 use ballast_sys::{Mapping, memfd};
-use double::{Keeper, Session, have_uffd, hva, pages};
+use double::{Keeper, Session, hva, pages};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const UNIT: u64 = HUGE_SIZE as u64;
@@ -25,13 +25,11 @@ struct Stage {
 
 /// A client with RAM of four units, all of it in DRAM. `is_first`: it is the first process of its VM.
 fn stage(is_first: bool) -> Option<Stage> {
-    if !have_uffd() {
-        return None;
-    }
+    let keeper = Keeper::start()?;
     let file = memfd::create("guest-ram", Bytes(4 * UNIT)).expect("memfd");
     let map = Mapping::shared(&file, 0, 4 * HUGE_SIZE).expect("map");
     map.words(0, 4 * HUGE_SIZE / 8).iter().for_each(|word| word.store(7, std::sync::atomic::Ordering::Relaxed));
-    let (keeper, base) = (Keeper::start(), hva(map.addr()));
+    let base = hva(map.addr());
     let builder = Client::builder()
         .name("web-1")
         .socket(&keeper.path)

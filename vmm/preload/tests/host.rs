@@ -13,7 +13,7 @@ use ballast_base::{Bytes, MIB};
 use ballast_sys::memfd;
 use ballast_testkit::missing;
 use common::{Driven, preloaded};
-use double::{Keeper, Session, have_uffd};
+use double::{Keeper, Session};
 
 fn compile(dir: &Path, name: &str) -> Option<PathBuf> {
     build(dir, name, "host.c", &["-pthread"])
@@ -21,7 +21,7 @@ fn compile(dir: &Path, name: &str) -> Option<PathBuf> {
 
 fn build(dir: &Path, name: &str, source: &str, words: &[&str]) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
-    if !have_uffd() || missing("cc", (!works).then_some("no C compiler called cc")) {
+    if missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
     let program = dir.join(name);
@@ -59,7 +59,7 @@ fn stage_as(name: &str) -> Option<Stage> {
 fn stage_that(name: &str, accept: fn(&Session)) -> Option<Stage> {
     let dir = tempfile::tempdir().expect("tempdir");
     let program = compile(dir.path(), name)?;
-    let keeper = Keeper::start();
+    let keeper = Keeper::start()?;
     let mut host = Driven::start(preloaded(program, &keeper.path));
     let session = keeper.client();
     assert_eq!(session.attach.regions.len(), 1);
@@ -182,7 +182,7 @@ fn the_first_vcpu_gets_its_reset_when_it_has_run_and_others_at_once() {
     let dir = tempfile::tempdir().expect("tempdir");
     let Some(program) = compile(dir.path(), "host") else { return };
     let kvm = build(dir.path(), "kvm.so", "kvm.c", &["-shared", "-fPIC"]).expect("a compiler");
-    let keeper = Keeper::start();
+    let Some(keeper) = Keeper::start() else { return };
     let mut command = preloaded(program, &keeper.path);
     command.env("LD_PRELOAD", format!("{}:{}", common::library().display(), kvm.display()));
     let mut host = Driven::start(command);
@@ -235,7 +235,7 @@ fn a_ram_file_does_not_report_holes_and_is_not_read_past_its_mapping() {
 fn a_guest_that_starts_on_private_ram_is_stopped_or_reported_as_unmanaged() {
     let dir = tempfile::tempdir().expect("tempdir");
     let Some(program) = compile(dir.path(), "host") else { return };
-    let keeper = Keeper::start();
+    let Some(keeper) = Keeper::start() else { return };
     let host = |required: &str| {
         let mut command = preloaded(&program, &keeper.path);
         command.env("BALLAST_REQUIRE", required).arg("run");
@@ -256,7 +256,7 @@ fn a_guest_that_starts_on_private_ram_is_stopped_or_reported_as_unmanaged() {
 fn a_qemu_that_is_spawned_without_the_library_does_not_start_or_is_reported() {
     let dir = tempfile::tempdir().expect("tempdir");
     let Some(program) = compile(dir.path(), "starter") else { return };
-    let keeper = Keeper::start();
+    let Some(keeper) = Keeper::start() else { return };
     let link = dir.path().join("qemu-system-link");
     std::os::unix::fs::symlink("/bin/sh", &link).expect("link");
     let starts_as = |deed: &str, required: &str, file: Option<&Path>| {

@@ -13,14 +13,16 @@ use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
 use ballast_testkit::missing;
 use common::{Driven, preloaded};
-use double::{Keeper, Session, have_uffd};
+use double::{Keeper, Session};
 use serde_json::json;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-fn have_qemu() -> bool {
+/// A keeper; `None`, with a printed skip, where QEMU cannot attach.
+fn keeper() -> Option<Keeper> {
     let works = Command::new(QEMU).arg("--version").output().is_ok_and(|output| output.status.success());
-    have_uffd() && !missing("qemu", (!works).then_some("qemu-system-x86_64 is not installed"))
+    let missing = missing("qemu", (!works).then_some("qemu-system-x86_64 is not installed"));
+    Keeper::start().filter(|_| !missing)
 }
 
 /// QEMU with these words, stopped before its first instruction, with QMP on its standard input and output.
@@ -45,10 +47,7 @@ fn accept_region(session: &Session) -> (Bytes, u64) {
 
 #[test]
 fn ram_around_the_pci_hole_is_one_region_aligned_to_huge_pages_and_runs_zapped() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = format!("-machine q35,memory-backend=ram0 -m 5G {}", backend("ram0", "5G"));
     let mut qemu = Driven::start(qemu(&keeper, &words));
     let session = keeper.client();
@@ -79,16 +78,12 @@ fn ram_around_the_pci_hole_is_one_region_aligned_to_huge_pages_and_runs_zapped()
     }
     session.uffd.unregister(info.span.hva, info.span.len.0).expect("unregister");
     assert_eq!(qemu.qmp("query-status", json!({}))["status"], "running");
-    qemu.qmp("quit", json!({}));
-    assert_eq!(qemu.finish().0, Some(0));
+    assert_eq!(qemu.quit().0, Some(0));
 }
 
 #[test]
 fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = format!(
         "-machine q35 -m 192M,slots=2,maxmem=4G -smp 2 {} {} -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
         backend("n0", "128M"),
@@ -136,16 +131,12 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
     // The client forgets the region after it has received the reply, which may be after the first of these zaps.
     while session.zap(2, vec![(ballast_base::Hva(spare.1), 4096)]).is_none() {}
     assert_eq!(session.zap(3, vec![(ballast_base::Hva(plug.1), plug.0.0)]), None);
-    qemu.qmp("quit", json!({}));
-    assert_eq!(qemu.finish().0, Some(0));
+    assert_eq!(qemu.quit().0, Some(0));
 }
 
 #[test]
 fn without_a_keeper_a_required_attach_ends_qemu_and_an_optional_one_warns() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = format!("-machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
     let mut required = qemu(&keeper, &words);
     let mut optional = qemu(&keeper, &words);
@@ -159,18 +150,14 @@ fn without_a_keeper_a_required_attach_ends_qemu_and_an_optional_one_warns() {
     assert!(text.contains("is ballastd running?"), "{text}");
     let mut optional = Driven::start(optional);
     optional.qmp_start();
-    optional.qmp("quit", json!({}));
-    let (code, text) = optional.finish();
+    let (code, text) = optional.quit();
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("runs unmanaged"), "{text}");
 }
 
 #[test]
 fn locked_memory_attaches_pinned() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = format!("-overcommit mem-lock=on -machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
     let mut qemu = Driven::start(qemu(&keeper, &words));
     let session = keeper.client();
@@ -184,16 +171,12 @@ fn locked_memory_attaches_pinned() {
     });
     assert_eq!(reason, "memory is locked (mlock)");
     qemu.qmp_start();
-    qemu.qmp("quit", json!({}));
-    assert_eq!(qemu.finish().0, Some(0));
+    assert_eq!(qemu.quit().0, Some(0));
 }
 
 #[test]
 fn a_sandboxed_preallocated_qemu_attaches_and_zaps() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = format!(
         "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny \
          -machine pc,memory-backend=ram0 -m 64M {},prealloc=on",
@@ -208,16 +191,12 @@ fn a_sandboxed_preallocated_qemu_attaches_and_zaps() {
     assert_eq!(session.zap(1, vec![session.whole(0)]), None);
     let (start, len) = session.whole(0);
     assert_eq!(session.uffd.map_existing(start, len).expect("continue"), FillOutcome::Done);
-    qemu.qmp("quit", json!({}));
-    assert_eq!(qemu.finish().0, Some(0));
+    assert_eq!(qemu.quit().0, Some(0));
 }
 
 #[test]
 fn a_daemonized_qemu_is_attached_from_the_process_that_stays() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let dir = tempfile::tempdir().expect("tempdir");
     let pid_file = dir.path().join("pid");
     let mut command = preloaded(QEMU, &keeper.path);
@@ -240,10 +219,7 @@ fn a_daemonized_qemu_is_attached_from_the_process_that_stays() {
 
 #[test]
 fn private_ram_ends_a_qemu_under_tcg_if_required_and_else_the_keeper_is_told() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let words = "-nodefaults -display none -accel tcg -machine pc -m 64M -qmp stdio";
     let mut required = preloaded(QEMU, &keeper.path);
     required.args(words.split(' ')).stdin(std::process::Stdio::null());
@@ -255,18 +231,14 @@ fn private_ram_ends_a_qemu_under_tcg_if_required_and_else_the_keeper_is_told() {
     optional.args(words.split(' ')).env("BALLAST_REQUIRE", "0");
     let mut optional = Driven::start(optional);
     optional.qmp_start();
-    optional.qmp("quit", json!({}));
-    let (code, text) = optional.finish();
+    let (code, text) = optional.quit();
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("runs unmanaged"), "{text}");
 }
 
 #[test]
 fn a_qemu_behind_other_programs_attaches_and_one_without_the_library_is_refused() {
-    if !have_qemu() {
-        return;
-    }
-    let keeper = Keeper::start();
+    let Some(keeper) = keeper() else { return };
     let line = format!(
         "{QEMU} -nodefaults -display none -accel tcg -S -qmp stdio -machine pc,memory-backend=ram0 -m 64M {}",
         backend("ram0", "64M")
@@ -281,8 +253,7 @@ fn a_qemu_behind_other_programs_attaches_and_one_without_the_library_is_refused(
         assert_eq!(session.attach.vmm, QEMU, "{before}");
         session.accept();
         qemu.qmp_start();
-        qemu.qmp("quit", json!({}));
-        assert_eq!(qemu.finish().0, Some(0), "{before}");
+        assert_eq!(qemu.quit().0, Some(0), "{before}");
     }
     for before in ["env -i", "env -u LD_PRELOAD"] {
         let path = std::env::var("PATH").expect("a search path");
@@ -299,11 +270,8 @@ fn a_qemu_behind_other_programs_attaches_and_one_without_the_library_is_refused(
 
 #[test]
 fn a_node_with_private_memory_is_reported_though_the_other_one_is_managed() {
-    if !have_qemu() {
-        return;
-    }
     for private in ["memory-backend-ram", "memory-backend-memfd,share=off"] {
-        let keeper = Keeper::start();
+        let Some(keeper) = keeper() else { return };
         let words = format!(
             "-machine q35 -m 192M -smp 2 {} -object {private},id=n1,size=128M \
              -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
@@ -317,8 +285,7 @@ fn a_node_with_private_memory_is_reported_though_the_other_one_is_managed() {
         assert_eq!((&*name, len), ("preload-test", Bytes(128 * MIB)), "{private}");
         session.answer(&KeeperToClient::Ok);
         qemu.qmp_start();
-        qemu.qmp("quit", json!({}));
-        let (code, text) = qemu.finish();
+        let (code, text) = qemu.quit();
         assert_eq!(code, Some(0), "{text}");
         assert!(text.contains("128 MiB of private memory are not managed"), "{private}: {text}");
     }

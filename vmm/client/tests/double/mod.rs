@@ -21,12 +21,6 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub const VM: VmId = VmId(*b"ballast-test-vm.");
 
-/// False, with a printed skip, if this machine cannot run the test.
-pub fn have_uffd() -> bool {
-    let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
-    !missing("uffd", (!present).then_some("no userfaultfd with shared-memory minor faults for this user"))
-}
-
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let fd = fd.as_fd();
     loop {
@@ -46,10 +40,15 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    pub fn start() -> Self {
+    /// `None`, with a printed skip, if this machine has no userfaultfd for the test.
+    pub fn start() -> Option<Self> {
+        let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
+        if missing("uffd", (!present).then_some("no userfaultfd with shared-memory minor faults for this user")) {
+            return None;
+        }
         let dir = tempfile::tempdir().expect("tempdir");
         let path = dir.path().join("attach.sock");
-        Self { listener: listen(&path), path, _dir: Some(dir) }
+        Some(Self { listener: listen(&path), path, _dir: Some(dir) })
     }
 
     /// The listener dies. The directory stays for the next keeper.

@@ -93,6 +93,12 @@ impl Driven {
         self.qmp("qmp_capabilities", json!({}));
     }
 
+    /// Has QEMU quit. Returns as [`Driven::finish`].
+    pub fn quit(mut self) -> (Option<i32>, String) {
+        self.qmp("quit", json!({}));
+        self.finish()
+    }
+
     /// Closes its input and waits for its end. Returns the exit code and standard error.
     pub fn finish(mut self) -> (Option<i32>, String) {
         use std::io::Read;
