@@ -80,11 +80,8 @@ fn vms_in_pieces_of_one_file_keep_limits_and_bytes_when_any_process_is_killed() 
 }
 
 #[test]
-fn ram_of_a_vm_that_is_to_be_loaded_is_registered_although_its_limit_exceeds_the_first_file() {
-    if no_uffd() {
-        return;
-    }
-    let daemon = Daemon::start("");
+fn all_ram_of_a_loaded_vm_is_registered_though_its_limit_exceeds_the_first_file() {
+    let Some(daemon) = Daemon::with_uffd("") else { return };
     let mut program = Command::new(std::env::current_exe().expect("this program"));
     // After `--` all words are names of tests.
     program.args(["--ignored", "--nocapture", "--", "a_vm_that_is_to_be_loaded", "-incoming"]);

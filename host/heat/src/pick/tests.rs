@@ -200,7 +200,7 @@ fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
 }
 
 #[test]
-fn a_round_takes_units_from_all_regions_and_none_twice_while_memory_is_plugged_and_unplugged() {
+fn a_round_takes_units_from_all_regions_and_none_twice_while_memory_is_plugged() {
     /// Regions of some units each, all present.
     struct Regions(RefCell<Vec<u64>>);
     impl Pages for Regions {

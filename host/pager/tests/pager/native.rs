@@ -361,7 +361,7 @@ fn every_page_is_restored_through_the_process_that_still_maps_it() {
 }
 
 #[test]
-fn of_a_vm_that_was_loaded_no_byte_is_lost_after_another_process_attached_while_it_had_no_limit() {
+fn a_loaded_vm_loses_no_byte_when_another_process_attaches_without_a_limit() {
     let rig = Rig::without_view(RAM, AMPLE, QUICK);
     rig.vm.set_loads();
     rig.set_limit(Some(LIMIT));
