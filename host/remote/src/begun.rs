@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::{IoContext, OnReply};
+use ballast_sys::lock::Lock;
 
 use crate::cluster::Cluster;
 use crate::link::Link;
-use crate::lock;
 use crate::nodes::{Kind, Node};
 use crate::resp::Commands;
 use crate::slot::slot_of;
@@ -39,7 +39,7 @@ impl Begun {
     /// that `watch` gets the descriptor that has input when the reply comes. Returns whether the request was sent.
     pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: OnReply<'_>) -> bool {
         {
-            let mut requests = lock(&self.0);
+            let mut requests = self.0.locked();
             // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
             requests.retain(|request| request.since.elapsed() < request.timeout);
             if let Some(request) = requests.iter().find(|request| request.name == name) {
@@ -54,12 +54,12 @@ impl Begun {
         let Some(node) = map.primary(slot_of(&name)).map(|addr| cluster.node(addr)) else { return false };
         let Some(link) = node.begin(&Commands::one(&[b"GET", &name]), watch) else { return false };
         let request = Request { name, timeout: node.timeout(Kind::Read), node, link, since: Instant::now() };
-        lock(&self.0).push(request);
+        self.0.locked().push(request);
         true
     }
 
     fn take(&self, name: &[u8]) -> Option<Request> {
-        let mut requests = lock(&self.0);
+        let mut requests = self.0.locked();
         let at = requests.iter().position(|request| request.name == name)?;
         Some(requests.remove(at))
     }
@@ -81,7 +81,7 @@ impl Begun {
         let there = request.link.has_received(1);
         if matches!(there, Ok(false)) {
             watch(request.link.fd());
-            lock(&self.0).push(request);
+            self.0.locked().push(request);
             return None;
         }
         let Request { node, link, since, timeout, .. } = request;

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::time::{Duration, Instant};
 
 use ballast_store::IoContext;
+use ballast_sys::lock::Lock;
 
 use crate::link::{Access, Link};
 use crate::map::{NODES_MAX, SlotMap};
@@ -95,28 +96,28 @@ impl Cluster {
 
     /// Returns the reason why a node did not return its map when it was last asked, if one failed.
     pub fn silence(&self) -> Option<String> {
-        self.silence.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.silence.locked().clone()
     }
 
     /// A node of this map says that the cluster has this identity ([`crate::identity`]).
     pub(crate) fn saw(&self, identity: u64, map: &Arc<SlotMap>) {
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some((identity, Instant::now(), map.clone()));
+        *self.seen.locked() = Some((identity, Instant::now(), map.clone()));
     }
 
     /// No node says that any more.
     pub(crate) fn saw_another(&self) {
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.seen.locked() = None;
     }
 
     /// Returns whether that was so by this map a moment ago.
     pub(crate) fn was_seen(&self, identity: u64, map: &Arc<SlotMap>, within: Duration) -> bool {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = self.seen.locked();
         seen.as_ref().is_some_and(|(id, at, by)| *id == identity && at.elapsed() < within && Arc::ptr_eq(by, map))
     }
 
     /// Returns the node at this address.
     pub fn node(&self, addr: &Addr) -> Arc<Node> {
-        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut nodes = self.nodes.locked();
         if let Some(node) = nodes.get(addr) {
             return node.clone();
         }
@@ -134,12 +135,12 @@ impl Cluster {
     /// Forgets nodes that are no longer part of the cluster, with their idle connections and figures.
     fn forget_all_but(&self, map: &SlotMap) {
         let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|addr, _| known.contains(addr));
+        self.nodes.locked().retain(|addr, _| known.contains(addr));
     }
 
     /// Returns the figures of each node of the cluster that was ever asked.
     pub fn figures(&self) -> Vec<(Addr, NodeFigures)> {
-        let nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        let nodes = self.nodes.locked();
         let mut figures: Vec<_> = nodes.values().map(|node| (node.addr.clone(), node.figures())).collect();
         figures.sort_by(|(a, _), (b, _)| a.cmp(b));
         figures
@@ -235,11 +236,7 @@ impl Cluster {
     /// Requests a new map, for a write, if the last one is old. If that is too old for a write, and another thread is
     /// requesting one, waits for it.
     pub fn refresh_if_old(&self) {
-        let refreshed = if self.is_too_old() {
-            Some(self.refreshed.lock().unwrap_or_else(PoisonError::into_inner))
-        } else {
-            self.refreshed()
-        };
+        let refreshed = if self.is_too_old() { Some(self.refreshed.locked()) } else { self.refreshed() };
         let Some(refreshed) = refreshed else { return };
         if self.is_too_old() || refreshed.is_none_or(|at| at.elapsed() >= OLD) {
             self.refresh_with(refreshed, IoContext::BACKGROUND);
@@ -277,7 +274,7 @@ impl Cluster {
                         next = (timeout * 2).min(MAP_TIMEOUT_MAX);
                     }
                     let why = Some(format!("{addr}: {error}"));
-                    *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = why;
+                    *self.silence.locked() = why;
                     continue;
                 }
             };
@@ -287,7 +284,7 @@ impl Cluster {
             if map.shards().next().is_some() {
                 self.forget_all_but(&map);
                 *self.map.write().unwrap_or_else(PoisonError::into_inner) = (Arc::new(map), Some(begun));
-                *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                *self.silence.locked() = None;
                 break;
             }
         }

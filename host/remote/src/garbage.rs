@@ -25,10 +25,10 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
 use ballast_store::{Handle, PageKey};
+use ballast_sys::lock::Lock;
 
 use crate::budget::Share;
 use crate::cluster::Cluster;
-use crate::lock;
 use crate::name::{self, CHUNK_PAGES};
 use crate::refusal::Addr;
 use crate::slot::slot_of;
@@ -156,7 +156,7 @@ fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> io::Result<()> {
 impl Garbage {
     /// Adds a page that is to be unlinked.
     pub fn free(&self, key: PageKey, handle: Handle) {
-        let mut freed = lock(&self.freed);
+        let mut freed = self.freed.locked();
         let known = freed.chunks.get(&chunk_of(key)).is_some_and(|waiting| waiting.pages.contains_key(&(key, handle)));
         if !known {
             freed.add((key, handle), Tried::Not);
@@ -165,7 +165,7 @@ impl Garbage {
 
     /// Adds a run of pages of one chunk that a failed write may have left.
     pub fn failed(&self, first: PageKey, count: u64, handle: Handle) {
-        lock(&self.freed).chunks.entry(chunk_of(first)).or_default().uncounted.push((first, count, handle));
+        self.freed.locked().chunks.entry(chunk_of(first)).or_default().uncounted.push((first, count, handle));
     }
 
     /// Unlinks what failed writes may have left in the chunk of this page.
@@ -173,7 +173,7 @@ impl Garbage {
     /// # Errors
     /// Its node does not do so; the reason.
     pub fn unlink_failed(&self, cluster: &Cluster, key: PageKey) -> io::Result<()> {
-        let runs = match lock(&self.freed).chunks.get_mut(&chunk_of(key)) {
+        let runs = match self.freed.locked().chunks.get_mut(&chunk_of(key)) {
             Some(waiting) if !waiting.uncounted.is_empty() => std::mem::take(&mut waiting.uncounted),
             _ => return Ok(()),
         };
@@ -191,35 +191,35 @@ impl Garbage {
 
     /// Returns the number of freed pages that have not been unlinked.
     pub fn waiting(&self) -> u64 {
-        let freed = lock(&self.freed);
+        let freed = self.freed.locked();
         freed.new + freed.left
     }
 
     /// Returns the number of those that no node has refused to unlink.
     pub fn waiting_briefly(&self) -> u64 {
-        lock(&self.freed).new
+        self.freed.locked().new
     }
 
     /// Returns the number of freed pages that have not been unlinked and are not in `live`.
     pub fn waiting_beside(&self, live: &HashSet<(PageKey, Handle)>) -> u64 {
-        let freed = lock(&self.freed);
+        let freed = self.freed.locked();
         freed.chunks.values().flat_map(|waiting| waiting.pages.keys()).filter(|page| !live.contains(page)).count()
             as u64
     }
 
     /// Returns whether nothing is left to be unlinked.
     pub fn is_empty(&self) -> bool {
-        lock(&self.freed).chunks.is_empty() && lock(&self.leftovers).is_none()
+        self.freed.locked().chunks.is_empty() && self.leftovers.locked().is_none()
     }
 
     /// Forgets the freed pages. The next sweep finds them.
     pub fn forget_freed(&self) {
-        *lock(&self.freed) = Freed::default();
+        *self.freed.locked() = Freed::default();
     }
 
     /// Starts a sweep over all keys of the VM. It keeps these pages, and those of a generation after `newest`.
     pub fn begin_sweep(&self, vm: VmId, live: HashSet<(PageKey, Handle)>, newest: Handle) {
-        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: Scan::new(name::pattern(vm)) });
+        *self.leftovers.locked() = Some(Leftovers { live, newest, scan: Scan::new(name::pattern(vm)) });
     }
 
     /// Unlinks pages that were freed, for a short time.
@@ -228,13 +228,13 @@ impl Garbage {
     /// The first reason why a node does not do so. A later call unlinks its pages.
     pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> io::Result<()> {
         let (begun, mut refusal) = (Instant::now(), None);
-        let chunks = lock(&self.freed).chunks.len();
+        let chunks = self.freed.locked().chunks.len();
         for _ in 0..chunks {
             if begun.elapsed() > SLICE {
                 break;
             }
             let (node, waiting) = {
-                let mut freed = lock(&self.freed);
+                let mut freed = self.freed.locked();
                 let Some(chunk) = freed.next() else { break };
                 let node = freed.chunks.get(&chunk).and_then(|waiting| node_of(cluster, waiting));
                 if freed.refusing.get(&node).is_some_and(|until| Instant::now() < *until) {
@@ -244,9 +244,9 @@ impl Garbage {
                 (node, freed.take(chunk))
             };
             match self.unlink(cluster, share, waiting) {
-                Ok(()) => drop(lock(&self.freed).refusing.remove(&node)),
+                Ok(()) => drop(self.freed.locked().refusing.remove(&node)),
                 Err(why) => {
-                    let (now, mut freed) = (Instant::now(), lock(&self.freed));
+                    let (now, mut freed) = (Instant::now(), self.freed.locked());
                     // The map may have had other nodes.
                     freed.refusing.retain(|_, until| now < *until);
                     freed.refusing.insert(node, now + REFUSES_FOR);
@@ -267,7 +267,7 @@ impl Garbage {
             let maybe = pages.values().filter(|tried| **tried == Tried::Maybe).count() as u64;
             share.sub((gone + maybe).min(pages.len() as u64));
         } else {
-            let mut freed = lock(&self.freed);
+            let mut freed = self.freed.locked();
             pages.into_keys().for_each(|page| freed.add(page, Tried::Maybe));
         }
         unlinked.inspect_err(|_| self.put_back(&uncounted))?;
@@ -279,7 +279,7 @@ impl Garbage {
     /// # Errors
     /// The reason why a node does not list its keys, or does not unlink them. A later call does that step again.
     pub fn sweep(&self, cluster: &Cluster) -> io::Result<()> {
-        let mut leftovers = lock(&self.leftovers);
+        let mut leftovers = self.leftovers.locked();
         let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return Ok(()) };
         let until = Instant::now() + SWEEP_SLICE;
         while Instant::now() < until {

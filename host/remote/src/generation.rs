@@ -5,11 +5,12 @@
 //! Promise: a generation is larger than all before it, and never ahead of that clock. So the last one used need not be
 //! stored.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use ballast_store::Handle;
 use ballast_sys::clock;
+use ballast_sys::lock::Lock;
 
 /// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
@@ -34,7 +35,7 @@ impl Generations {
 
     /// Returns an unused generation, or `None` if none is left.
     pub fn draw(&self) -> Option<Handle> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.locked();
         while tick_now() <= *last {
             std::thread::sleep(TICK);
         }

@@ -28,9 +28,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_store::IoContext;
+use ballast_sys::lock::Lock;
 
 use crate::cluster::Cluster;
-use crate::lock;
 use crate::map::SlotMap;
 use crate::name;
 use crate::nodes::Kind;
@@ -116,7 +116,7 @@ impl Home {
 
     /// What operators were told, if this is not the cluster of the VM.
     pub fn elsewhere(&self) -> Option<String> {
-        lock(&self.elsewhere).clone()
+        self.elsewhere.locked().clone()
     }
 
     /// Is this the cluster that the next page goes to?
@@ -164,7 +164,7 @@ impl Home {
         }
         if said.has(kept) {
             cluster.saw(kept, map);
-            *lock(&self.elsewhere) = None;
+            *self.elsewhere.locked() = None;
             return Ok(());
         }
         if let Some(why) = said.silent {
@@ -188,7 +188,7 @@ impl Home {
 
     /// Tells operators, once, where its pages are not.
     fn say(&self, text: String) -> String {
-        let before = lock(&self.elsewhere).replace(text.clone());
+        let before = self.elsewhere.locked().replace(text.clone());
         if let Some(tell) = self.tell.as_ref().filter(|_| before.as_ref() != Some(&text)) {
             tell(text.clone());
         }

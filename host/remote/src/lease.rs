@@ -9,12 +9,13 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::IoContext;
 use ballast_base::wire::VmId;
 use ballast_sys::clock;
+use ballast_sys::lock::Lock;
 
 use crate::cluster::Cluster;
 use crate::name;
@@ -57,7 +58,7 @@ impl Lease {
     }
 
     fn renewal(&self) -> MutexGuard<'_, Renewal> {
-        self.renewal.lock().unwrap_or_else(PoisonError::into_inner)
+        self.renewal.locked()
     }
 
     /// Ensures that the lease exists and lasts for nearly its full duration.

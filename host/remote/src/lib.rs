@@ -47,10 +47,3 @@ pub use seal::Seal;
 pub use slot::slot_of;
 pub use store::RemoteStore;
 pub use stream::Tls;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// No panic leaves what is locked half changed, so a poisoned lock is usable.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::{IoContext, OnReply};
+use ballast_sys::lock::Lock;
 
 use crate::link::{Access, Deadline, Link};
-use crate::lock;
 use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::stream::is_giving_way;
@@ -166,7 +166,7 @@ impl Node {
 
     /// Takes an idle connection, if there is one that works.
     fn kept(&self, now: Instant) -> Option<Link> {
-        let (mut link, used) = lock(&self.idle).pop()?;
+        let (mut link, used) = self.idle.locked().pop()?;
         (now.saturating_duration_since(used) < FRESH || !link.is_stale()).then_some(link)
     }
 
@@ -194,7 +194,7 @@ impl Node {
         let done = work(&mut link);
         self.note(kind, begun, timeout, done.as_ref().err());
         if done.as_ref().err().is_none_or(is_too_few) {
-            let mut idle = lock(&self.idle);
+            let mut idle = self.idle.locked();
             if idle.len() < KEPT {
                 idle.push((link, Instant::now()));
             }
@@ -281,7 +281,7 @@ mod tests {
         let fails = |error: io::Error| {
             let context = IoContext::BACKGROUND.until(Instant::now() + Duration::from_secs(60));
             node.with(Kind::Write, &Access::default(), context, |_| Err::<(), _>(error)).expect_err("it fails");
-            (lock(&node.idle).len(), node.figures().errors, node.timeout(Kind::Write))
+            (node.idle.locked().len(), node.figures().errors, node.timeout(Kind::Write))
         };
         let seconds = Duration::from_secs;
         assert_eq!(fails(gives_way()), (0, 0, seconds(1)));

@@ -13,6 +13,7 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_store::IoContext;
+use ballast_sys::lock::Lock;
 
 use crate::refusal::Addr;
 use crate::stream::{FIRST_WAIT, gives_way, left, step};
@@ -60,7 +61,7 @@ pub fn resolve(addr: &Addr, context: IoContext<'_>) -> io::Result<Vec<SocketAddr
 
 impl Hosts {
     fn all(&self) -> MutexGuard<'_, HashMap<String, Host>> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.locked()
     }
 
     fn find(self: &Arc<Self>, name: &str, context: IoContext<'_>, look_up: Arc<LookUp>) -> io::Result<Vec<IpAddr>> {

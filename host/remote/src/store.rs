@@ -23,6 +23,7 @@ use ballast_base::store::{Attach, DurableStore, Ending, Ends, IoContext, OnReply
 use ballast_base::wire::VmId;
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
 use ballast_sys::clock;
+use ballast_sys::lock::Lock;
 
 use crate::begun::Begun;
 use crate::budget::{RemoteBudget, Share};
@@ -32,7 +33,6 @@ use crate::garbage::Garbage;
 use crate::generation::Generations;
 use crate::identity::{Home, Kept, Tell};
 use crate::lease::Lease;
-use crate::lock;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
 use crate::request::{self, Failed, Found, Values, Verb};
@@ -159,7 +159,7 @@ impl RemoteStore {
 
     /// Records the reason of a refused put.
     fn refuse(&self, why: String, outcome: PutOutcome) -> PutOutcome {
-        *lock(&self.refusal) = Some(why);
+        *self.refusal.locked() = Some(why);
         outcome
     }
 
@@ -282,7 +282,7 @@ impl RemoteStore {
         };
         if let Err(failed) = request::run(&self.cluster, Verb::Get, &names, &mut each, context) {
             // The outcomes that failed are still `Busy`, and the caller retries at once.
-            *lock(&self.refusal) = Some(failed.why);
+            *self.refusal.locked() = Some(failed.why);
             std::thread::sleep(PAUSE);
         }
         let names: Vec<&[u8]> = missing.iter().map(|at: &usize| &names[*at][..]).collect();
@@ -295,7 +295,7 @@ impl RemoteStore {
                 Verdict::Damaged => GetOutcome::Corrupt,
                 Verdict::Lost => GetOutcome::Absent,
                 Verdict::Unknown(why) => {
-                    *lock(&self.refusal) = Some(why);
+                    *self.refusal.locked() = Some(why);
                     GetOutcome::Busy
                 }
             };
@@ -343,7 +343,7 @@ impl Store for RemoteStore {
     }
 
     fn tidy(&self) {
-        if lock(&self.rests_until).is_some_and(|until| Instant::now() < until) {
+        if self.rests_until.locked().is_some_and(|until| Instant::now() < until) {
             return;
         }
         let steps = || {
@@ -351,8 +351,8 @@ impl Store for RemoteStore {
             self.garbage.sweep(&self.cluster).and(unlinked)
         };
         if let Err(why) = steps() {
-            *lock(&self.rests_until) = Some(Instant::now() + REST);
-            *lock(&self.refusal) = Some(why.to_string());
+            *self.rests_until.locked() = Some(Instant::now() + REST);
+            *self.refusal.locked() = Some(why.to_string());
         }
     }
 
@@ -425,10 +425,10 @@ impl SlowStore for RemoteStore {
     }
 
     fn is_untidy(&self) -> bool {
-        lock(&self.rests_until).is_none_or(|until| Instant::now() >= until) && self.garbage.waiting_briefly() > 0
+        self.rests_until.locked().is_none_or(|until| Instant::now() >= until) && self.garbage.waiting_briefly() > 0
     }
 
     fn last_refusal(&self) -> Option<String> {
-        lock(&self.refusal).clone()
+        self.refusal.locked().clone()
     }
 }

@@ -15,10 +15,10 @@ use std::sync::{Arc, Mutex};
 
 use ballast_base::Bytes;
 use ballast_base::store::Recovered;
+use ballast_sys::lock::Lock;
 
 use crate::arena::Arena;
 use crate::budget::{Account, Budget};
-use crate::lock;
 use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
@@ -108,11 +108,11 @@ impl Allocator {
 
     /// Fills hints and queues from the slab table.
     fn learn(&self) {
-        let mut free = lock(&self.free);
+        let mut free = self.free.locked();
         free.clear();
-        lock(&self.to_punch).clear();
+        self.to_punch.locked().clear();
         for queue in &self.with_room {
-            lock(queue).clear();
+            queue.locked().clear();
         }
         for hint in &self.hints {
             hint.store(NO_SLAB, Ordering::Relaxed);
@@ -121,7 +121,7 @@ impl Allocator {
             match self.arena.slab(number).state() {
                 Some(State { phase: Phase::Free, .. }) => free.push(number),
                 Some(State { phase: Phase::Active, class, used, .. }) if used < self.capacity(class) => {
-                    lock(&self.with_room[class]).push(number);
+                    self.with_room[class].locked().push(number);
                 }
                 _ => {}
             }
@@ -145,7 +145,7 @@ impl Allocator {
             return Some(allocated);
         }
         let Some((allocated, new_slab)) = self.alloc_slowly(class) else {
-            let emptied = lock(&self.to_punch).pop_back();
+            let emptied = self.to_punch.locked().pop_back();
             emptied.into_iter().for_each(|number| self.retire(number..number + 1));
             return None;
         };
@@ -174,7 +174,7 @@ impl Allocator {
     /// Finds another slab for the class: one with a free slot, else a free slab (then the second value is true). Holds
     /// the class's lock, so that of two threads that take a free slab, neither overwrites the other's hint.
     fn alloc_slowly(&self, class: usize) -> Option<(Allocated, bool)> {
-        let mut with_room = lock(&self.with_room[class]);
+        let mut with_room = self.with_room[class].locked();
         let hint = self.hints[class].load(Ordering::Relaxed);
         if let Some(allocated) = self.take_from(hint, class) {
             return Some((allocated, false));
@@ -194,13 +194,13 @@ impl Allocator {
     fn activate(&self, class: usize) -> Option<u32> {
         let charge = self.slab_charge();
         // A slab that waits for its punch is reused unpunched, if the budget would allow another one.
-        let emptied = lock(&self.to_punch).pop_back().filter(|number| self.is_in(*number, Phase::Retiring));
+        let emptied = self.to_punch.locked().pop_back().filter(|number| self.is_in(*number, Phase::Retiring));
         if let Some(number) = emptied {
             self.account.adjust(-charge);
             if !self.account.try_charge(charge) {
                 self.account.adjust(charge);
                 // `alloc` punches it after the release of the class's lock.
-                lock(&self.to_punch).push_back(number);
+                self.to_punch.locked().push_back(number);
                 return None;
             }
             self.arena.slab(number).retired();
@@ -222,7 +222,7 @@ impl Allocator {
     }
 
     fn activate_any(&self, class: usize) -> Option<u32> {
-        let mut free = lock(&self.free);
+        let mut free = self.free.locked();
         while let Some(number) = free.pop() {
             if self.arena.slab(number).activate(class) {
                 return Some(number);
@@ -275,7 +275,7 @@ impl Allocator {
         match slab.release() {
             Released::StillUsed | Released::Damaged => {}
             Released::NoLongerFull { class } => {
-                let mut with_room = lock(&self.with_room[class]);
+                let mut with_room = self.with_room[class].locked();
                 // The hint's free slots are found without this list, which would gain an entry each time the slab was
                 // full.
                 if self.hints[class].load(Ordering::Relaxed) != place.slab {
@@ -291,7 +291,7 @@ impl Allocator {
     fn put_off(&self, number: u32) {
         let most = if self.to_punch_max == 0 || self.is_short() { self.to_punch_max } else { usize::MAX };
         let surplus = {
-            let mut to_punch = lock(&self.to_punch);
+            let mut to_punch = self.to_punch.locked();
             to_punch.push_back(number);
             if to_punch.len() > most { to_punch.pop_front() } else { None }
         };
@@ -303,7 +303,7 @@ impl Allocator {
     /// Punches the slabs that wait, except the last `keep`: a slab is quicker to reuse unpunched.
     pub(crate) fn settle(&self, keep: usize) {
         let mut emptied: Vec<u32> = {
-            let mut to_punch = lock(&self.to_punch);
+            let mut to_punch = self.to_punch.locked();
             let surplus = to_punch.len().saturating_sub(keep);
             to_punch.drain(..surplus).collect()
         };
@@ -332,7 +332,7 @@ impl Allocator {
         self.arena.slab(number).retired();
         self.arena.held_sub();
         self.account.adjust(-self.slab_charge());
-        lock(&self.free).push(number);
+        self.free.locked().push(number);
     }
 
     /// Mark and sweep: keeps the slots that `live` names, frees the others, and corrects all counts. No other thread or
@@ -374,7 +374,7 @@ impl Allocator {
         }
         self.arena.held_set(held + emptied.len() as u32);
         self.learn();
-        lock(&self.to_punch).extend(emptied);
+        self.to_punch.locked().extend(emptied);
         self.resync();
         report
     }
@@ -399,7 +399,7 @@ impl Allocator {
         if held != self.arena.held() {
             return Err(Inconsistent(format!("{held} slabs are active, the header says {}", self.arena.held())));
         }
-        let known: HashSet<u32> = lock(&self.free).iter().copied().collect();
+        let known: HashSet<u32> = self.free.locked().iter().copied().collect();
         if let Some(active) = known.iter().find(|&&number| !self.is_free(number)) {
             return Err(Inconsistent(format!("slab {active} is listed as free and is not")));
         }

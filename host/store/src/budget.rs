@@ -9,9 +9,10 @@
 //! then each charge is refused until enough was freed.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use ballast_base::Bytes;
+use ballast_sys::lock::Lock;
 
 /// 1/N of the limit is reserved for the stores. Not measured: each of hundreds of stores still has a useful part, and a
 /// store that needs all of the budget seldom misses it.
@@ -55,7 +56,7 @@ impl Budget {
     }
 
     fn accounts(&self) -> MutexGuard<'_, Vec<Weak<AtomicI64>>> {
-        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.accounts.locked()
     }
 
     fn charge_up_to(&self, bytes: i64, most: i64) -> bool {

@@ -55,12 +55,12 @@ use std::sync::{Arc, Mutex};
 
 use ballast_base::wire::VmId;
 use ballast_handover::arena::member as word_of;
+use ballast_sys::lock::Lock;
 
 pub use self::blobs::{Group, GroupUsage};
 use self::index::{Pages, number_of};
 use crate::codec;
 use crate::handle::{self, Named};
-use crate::lock;
 use crate::{
     Attach, DurableStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Recovered, Store,
     StoreUsage,
@@ -77,7 +77,7 @@ impl Group {
     /// The arena has no space for one more.
     pub fn join(self: &Arc<Self>, vm: VmId, opening: OwnedFd, new: bool) -> io::Result<GroupMember> {
         let (word, arena) = (word_of(vm), self.ram.arena());
-        let mut index = lock(&self.index);
+        let mut index = self.index.locked();
         index.parted.remove(&word);
         let is_known = arena.members().iter().any(|other| other.load(Relaxed) == word);
         if !is_known && !(0..arena.members().len()).any(|at| arena.set_member(at, 0, word)) {
@@ -119,9 +119,9 @@ impl GroupMember {
 
     /// The VM is gone for good.
     pub fn end(&self) {
-        let pages = std::mem::take(&mut *lock(&self.pages));
+        let pages = std::mem::take(&mut *self.pages.locked());
         self.group.in_pieces(pages.handles(), |handle| self.group.drop_reference(handle));
-        let mut index = lock(&self.group.index);
+        let mut index = self.group.index.locked();
         index.members.remove(&self.vm);
         index.missing.remove(&word_of(self.vm));
         index.parted.remove(&word_of(self.vm));
@@ -132,13 +132,13 @@ impl GroupMember {
 
     /// Whether a page of this member names this blob.
     fn names(&self, key: PageKey, handle: Handle) -> bool {
-        key.region.vm == self.vm && lock(&self.pages).has(number_of(key), handle)
+        key.region.vm == self.vm && self.pages.locked().has(number_of(key), handle)
     }
 
     /// Its share of the memory: of each blob, the slot divided by the number of words that name it.
     fn charge(&self) -> u64 {
-        let pages = lock(&self.pages);
-        let mut index = lock(&self.group.index);
+        let pages = self.pages.locked();
+        let mut index = self.group.index.locked();
         let (mut bytes, mut seen) = (0.0, 0);
         // The order of a hash table, so the sample is arbitrary.
         for handle in pages.handles().take(SAMPLE) {
@@ -160,7 +160,7 @@ impl Store for GroupMember {
         }
         let outcome = self.group.put(bytes);
         if let PutOutcome::Stored(handle) = outcome {
-            lock(&self.pages).add(number_of(key), handle);
+            self.pages.locked().add(number_of(key), handle);
         }
         outcome
     }
@@ -182,7 +182,7 @@ impl Store for GroupMember {
             }
             return;
         }
-        if key.region.vm == self.vm && lock(&self.pages).remove(number_of(key), handle) {
+        if key.region.vm == self.vm && self.pages.locked().remove(number_of(key), handle) {
             let _using = self.group.using();
             self.group.drop_reference(handle);
         }
@@ -194,7 +194,7 @@ impl Store for GroupMember {
     }
 
     fn usage(&self) -> StoreUsage {
-        let pages = lock(&self.pages).len() as u64 + self.same_filled.load(Relaxed);
+        let pages = self.pages.locked().len() as u64 + self.same_filled.load(Relaxed);
         StoreUsage { pages, bytes: self.charge(), budget_bytes: self.group.ram.budget_limit().0 }
     }
 }

@@ -22,8 +22,6 @@ mod ram;
 mod slab;
 mod unlz4;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
 pub use file::{has_late_writes, notice_late_writes};
 pub use group::{Group, GroupMember, GroupUsage};
@@ -34,11 +32,6 @@ pub use ballast_base::store::{
     Attach, DurableStore, Ends, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Reader,
     Recovered, RegionKey, SlowStore, Store, StoreUsage,
 };
-
-/// No panic leaves what is locked half changed, so a poisoned lock is usable.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn is_short(used: u64, budget: u64) -> bool {
     used > budget - budget / 16

@@ -6,8 +6,8 @@
 //!
 //! [`DEPTH`] requests are sent at once, and then the replies of the batch before are read, on another connection: so
 //! the server always has work. A load that waits for each reply measures how soon the kernel wakes two processes (6,000
-//! or 25,000 requests a second, by the placement of the threads), and so do two connections: the server then has a third
-//! of its CPU left. A key belongs to one connection, so each read has one right answer.
+//! or 25,000 requests a second, by the placement of the threads), and so do two connections: the server then has a
+//! third of its CPU left. A key belongs to one connection, so each read has one right answer.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

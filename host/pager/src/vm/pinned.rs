@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_heat::PageMap;
 use ballast_store::PageBytes;
+use ballast_sys::lock::Lock;
 use ballast_sys::pins::{Pin, PinCheck};
 
 use crate::vm::region::Region;
@@ -244,7 +245,7 @@ impl Pinned {
     }
 
     fn units(&self) -> MutexGuard<'_, Units> {
-        self.units.lock().unwrap_or_else(PoisonError::into_inner)
+        self.units.locked()
     }
 
     pub(crate) fn contains(&self, region: u32, page: PageIdx) -> bool {

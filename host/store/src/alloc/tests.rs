@@ -1,5 +1,7 @@
 //! Tests of the allocator.
 
+use ballast_sys::lock::Lock;
+
 use super::*;
 
 #[test]
@@ -31,7 +33,7 @@ fn a_slab_that_often_becomes_full_is_listed_only_while_the_hint_is_another() {
     let arena = Arena::create(&crate::arena::RAM, 8).expect("an arena");
     let allocator = Allocator::new(arena, Budget::new(Bytes(64 << 20)), 0);
     let alloc = || allocator.alloc(0).expect("room").place;
-    let listed = || lock(&allocator.with_room[0]).len();
+    let listed = || allocator.with_room[0].locked().len();
     let first: Vec<Place> = (0..allocator.capacity(0)).map(|_| alloc()).collect();
     for _ in 0..1000 {
         assert!(allocator.free(first[0]));

@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
 use ballast_base::store::OnReply;
+use ballast_sys::lock::Lock;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use super::disk::Disk;
-use crate::{Handle, PageBytes, PageKey, lock};
+use crate::{Handle, PageBytes, PageKey};
 
 /// Most reads in flight, of one store and of all.
 const MOST: usize = 8;
@@ -89,7 +90,7 @@ impl OneRead {
     /// `WouldBlock` at the limit; others from the kernel.
     fn get() -> io::Result<(Self, Buffer)> {
         let own = OWN.with_borrow_mut(|own| own.get_or_insert_default().pop());
-        if let Some(idle) = own.or_else(|| lock(&IDLE).pop()) {
+        if let Some(idle) = own.or_else(|| IDLE.locked().pop()) {
             return Ok(idle);
         }
         let one_more = |rings| (rings < MOST_OF_ALL).then_some(rings + 1);
@@ -109,7 +110,7 @@ impl OneRead {
             None => Err(idle),
         });
         if let Err(idle) = kept {
-            lock(&IDLE).push(idle);
+            IDLE.locked().push(idle);
         }
     }
 }
@@ -180,7 +181,7 @@ impl BegunReads {
     }
 
     fn push(&self, read: UnderWay) {
-        let mut reads = lock(&self.inner);
+        let mut reads = self.inner.locked();
         reads.under_way.push(read);
         self.counted(&reads);
     }
@@ -189,7 +190,7 @@ impl BegunReads {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
         }
-        let mut reads = lock(&self.inner);
+        let mut reads = self.inner.locked();
         let at = reads.under_way.iter().position(|read| read.page == page && !read.is_abandoned)?;
         let read = reads.under_way.swap_remove(at);
         self.counted(&reads);
@@ -197,7 +198,7 @@ impl BegunReads {
     }
 
     fn rest(&self) {
-        lock(&self.inner).rests_until = Some(Instant::now() + REST);
+        self.inner.locked().rests_until = Some(Instant::now() + REST);
         self.is_slow.store(true, Ordering::Release);
     }
 
@@ -210,7 +211,7 @@ impl BegunReads {
 
     /// Releases the reads that nobody will take.
     fn release(&self) {
-        let mut reads = lock(&self.inner);
+        let mut reads = self.inner.locked();
         let is_unwanted = |read: &mut UnderWay| read.is_abandoned || read.since.elapsed() > FORGOTTEN_AFTER;
         let unwanted: Vec<UnderWay> = reads.under_way.extract_if(.., is_unwanted).collect();
         self.counted(&reads);
@@ -236,7 +237,7 @@ impl BegunReads {
         }
         let now = Instant::now();
         {
-            let mut reads = lock(&self.inner);
+            let mut reads = self.inner.locked();
             if let Some(read) = reads.under_way.iter().find(|read| read.page == page && !read.is_abandoned) {
                 watch(read.ring.0.fd());
                 return true;
@@ -252,7 +253,7 @@ impl BegunReads {
         // At the limit: that says nothing about the device.
         let is_full = started.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         let is_begun = started.is_ok();
-        let mut reads = lock(&self.inner);
+        let mut reads = self.inner.locked();
         reads.under_way.extend(started.ok());
         reads.starting -= 1;
         if reads.starting == 0 {

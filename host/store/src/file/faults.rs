@@ -7,9 +7,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use ballast_sys::lock::Lock;
 use ballast_sys::ring::Direction;
 
 /// The faults of a disk that a test injects.
@@ -102,7 +103,7 @@ impl DiskFaults {
     /// Removes the faults that have not happened yet.
     pub fn forget(&self) {
         for direction in [Direction::Read, Direction::Write] {
-            self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner).clear();
+            self.queue(direction).locked().clear();
         }
         self.blocks().values_mut().for_each(|faulty| faulty.fault = None);
     }
@@ -117,16 +118,16 @@ impl DiskFaults {
     }
 
     fn order(&self, direction: Direction, n: usize, fault: DiskFault) {
-        let mut queue = self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue(direction).locked();
         queue.extend(std::iter::repeat_n(fault, n));
     }
 
     fn blocks(&self) -> MutexGuard<'_, HashMap<u64, Faulty>> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.blocks.locked()
     }
 
     pub(crate) fn next(&self, direction: Direction, (first, blocks): (u64, usize)) -> Option<DiskFault> {
-        let next = self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+        let next = self.queue(direction).locked().pop_front();
         if direction == Direction::Write {
             return next;
         }

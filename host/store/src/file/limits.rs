@@ -6,11 +6,12 @@
 //! Promise: the day's bytes are counted in the shared index, so a successor continues the count.
 
 use std::io;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::lock::Lock;
 
 use crate::PutOutcome;
 
@@ -100,7 +101,7 @@ impl Limits {
     }
 
     pub(crate) fn last_refusal(&self) -> Option<Refusal> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last.locked().clone()
     }
 
     pub(crate) fn written_today(&self, today: &AtomicU64) -> Bytes {
@@ -119,7 +120,7 @@ impl Limits {
             Refusal::Budget | Refusal::DiskFull(_) | Refusal::WritesPerDay { .. } => PutOutcome::Full,
             Refusal::ReadOnly | Refusal::Late | Refusal::Failed(_) | Refusal::Broken(_) => PutOutcome::Busy,
         };
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        *self.last.locked() = Some(why);
         outcome
     }
 

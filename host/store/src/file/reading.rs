@@ -25,6 +25,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_sys::lock::Lock;
+
 use super::batch::{Batch, Piece, State, Wait};
 use super::disk::{AT_ONCE, Disk, READ_TIMEOUT, Transfers};
 use super::errors::FailedRead;
@@ -107,7 +109,7 @@ fn find(batches: &mut [Batch], blocks: (u64, usize)) -> Option<(&mut Batch, usiz
 
 impl Reading {
     fn lock(&self) -> Option<MutexGuard<'_, Vec<Batch>>> {
-        (self.count.load(Ordering::Acquire) > 0).then(|| self.batches.lock().unwrap_or_else(PoisonError::into_inner))
+        (self.count.load(Ordering::Acquire) > 0).then(|| self.batches.locked())
     }
 
     /// Drops pieces that are done and unwanted. Called after each change.
@@ -297,7 +299,7 @@ impl Reading {
     ) -> bool {
         let (since, mut is_first) = (Instant::now(), true);
         let mut batches = loop {
-            let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut batches = self.batches.locked();
             // An error in another batch must not appear later than it came.
             batches.iter_mut().for_each(|batch| batch.reap(Some(disk)));
             let (mut watch, mut is_under_way) = (None, false);
@@ -342,7 +344,7 @@ impl Reading {
 
     /// Keeps the late reads of a call, and the others of their batches.
     fn keep(&self, disk: &Disk, mut late: Vec<Batch>) {
-        let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut batches = self.batches.locked();
         batches.append(&mut late);
         self.settle(&mut batches, Some(disk));
         drop(batches);
@@ -385,7 +387,7 @@ pub(super) fn release_unwanted() {
     if UNWANTED_COUNT.load(Ordering::Acquire) == 0 {
         return;
     }
-    let mut unwanted = UNWANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut unwanted = UNWANTED.locked();
     let before = under_way(&unwanted);
     unwanted.retain_mut(|batch| {
         batch.reap(None);
@@ -402,7 +404,7 @@ impl Drop for Reading {
         batches.iter_mut().flat_map(|batch| &mut batch.pieces).for_each(|piece| piece.wanted = 0);
         self.settle(&mut batches, None);
         if !batches.is_empty() {
-            UNWANTED.lock().unwrap_or_else(PoisonError::into_inner).append(&mut batches);
+            UNWANTED.locked().append(&mut batches);
             UNWANTED_COUNT.fetch_add(1, Ordering::AcqRel);
         }
         release_unwanted();

@@ -8,8 +8,10 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use ballast_sys::lock::Lock;
 
 use super::errors::{BESIDE, Device, Errors, FailedRead, QUICK, Verdict};
 use super::limits;
@@ -44,16 +46,16 @@ impl Unread {
     }
 
     fn blocks(&self) -> Option<MutexGuard<'_, HashMap<u64, Block>>> {
-        (self.count.load(Ordering::Acquire) > 0).then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
+        (self.count.load(Ordering::Acquire) > 0).then(|| self.blocks.locked())
     }
 
     fn device(&self) -> MutexGuard<'_, Device> {
-        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+        self.device.locked()
     }
 
     /// Notes that a read of this block failed or was late.
     fn note<T>(&self, block: u64, note: impl FnOnce(&mut Block) -> T) -> T {
-        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blocks = self.blocks.locked();
         let noted = note(blocks.entry(block).or_default());
         self.count.store(blocks.len(), Ordering::Release);
         noted

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_handover::arena::{ENGINES, UNKNOWN_MEMBER, member as word_of};
+use ballast_sys::lock::Lock;
 use ballast_sys::{memfd, presence};
 
 use super::index::{Index, Pages, number_of};
 use crate::arena::{self, Arena};
 use crate::codec;
-use crate::lock;
 use crate::ram::{RamOptions, RamStore};
 use crate::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 
@@ -112,7 +112,7 @@ impl Group {
 
     /// Another engine has, or will have, a member that was here: see the head of `group.rs`.
     pub(super) fn part(&self, vm: VmId) {
-        let mut index = lock(&self.index);
+        let mut index = self.index.locked();
         index.missing.insert(word_of(vm));
         index.parted.insert(word_of(vm));
         index.unswept = true;
@@ -126,7 +126,7 @@ impl Group {
             blobs: detail.blob_pages,
             bytes: detail.slabs * crate::SLAB_BYTES as u64,
             equal_puts: self.equal_puts.load(Relaxed),
-            missing: lock(&self.index).missing.len() as u64,
+            missing: self.index.locked().missing.len() as u64,
         }
     }
 
@@ -142,9 +142,9 @@ impl Group {
     pub fn validate(&self) -> Result<(), crate::Inconsistent> {
         self.ram.validate()?;
         // A member's lock is taken before the index's.
-        let members: Vec<_> = lock(&self.index).members.values().cloned().collect();
-        let named: usize = members.iter().map(|pages| lock(pages).len()).sum();
-        let index = lock(&self.index);
+        let members: Vec<_> = self.index.locked().members.values().cloned().collect();
+        let named: usize = members.iter().map(|pages| pages.locked().len()).sum();
+        let index = self.index.locked();
         let references = index.by_content.values().map(|blob| blob.references).chain(index.others.values().copied());
         let (blobs, counted) = references.fold((0, 0), |(blobs, sum), one| (blobs + 1, sum + u64::from(one)));
         let (references, held) = (self.references.load(Relaxed), self.ram.usage_detail().blob_pages);
@@ -174,7 +174,7 @@ impl Group {
         let _using = self.using();
         let checksum = codec::checksum(self.key, bytes);
         let known = {
-            let mut index = lock(&self.index);
+            let mut index = self.index.locked();
             let alone = index.parted.is_empty();
             let known = index.by_content.get_mut(&checksum).filter(|blob| alone && blob.references < u32::MAX);
             // From now on the blob stays, even if every other reference is dropped.
@@ -194,7 +194,7 @@ impl Group {
         }
         let outcome = self.ram.put(self.key, bytes);
         if let PutOutcome::Stored(handle) = outcome {
-            lock(&self.index).add(handle, checksum);
+            self.index.locked().add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
         }
         outcome
@@ -203,7 +203,7 @@ impl Group {
     /// Drops a reference. The caller holds the shared lock.
     pub(super) fn drop_reference(&self, handle: Handle) {
         let freed = {
-            let mut index = lock(&self.index);
+            let mut index = self.index.locked();
             // A blob with a damaged header is not found: its references and its slot stay.
             let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
             let Some(references) = index.references(handle, checksum) else { return };
@@ -230,7 +230,7 @@ impl Group {
     ) -> (u64, u64) {
         let (mut named, mut missing) = (Pages::default(), 0);
         self.in_pieces(live, |(key, handle)| {
-            let mut index = lock(&self.index);
+            let mut index = self.index.locked();
             match self.ram.checksum_and_slot(handle) {
                 Some((checksum, _)) => {
                     index.add(handle, checksum);
@@ -241,37 +241,37 @@ impl Group {
             }
         });
         // Members that moved to the other engine may name the blobs that this one no longer names.
-        self.find_missing_members(&mut lock(&self.index));
-        let before = std::mem::replace(&mut *lock(pages), named);
+        self.find_missing_members(&mut self.index.locked());
+        let before = std::mem::replace(&mut *pages.locked(), named);
         self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
-        lock(&self.index).missing.remove(&word_of(vm));
+        self.index.locked().missing.remove(&word_of(vm));
         self.sweep();
-        (lock(pages).len() as u64, missing)
+        (pages.locked().len() as u64, missing)
     }
 
     /// Sets the references of a member that another engine has, too: its words name at most these.
     pub(super) fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        let before = std::mem::take(&mut *lock(pages));
+        let before = std::mem::take(&mut *pages.locked());
         self.in_pieces(live, |(key, handle)| {
             // The other engine freed the others before it gave up any member.
             let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
-            lock(&self.index).add(handle, checksum);
+            self.index.locked().add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
-            lock(pages).add(number_of(key), handle);
+            pages.locked().add(number_of(key), handle);
         });
         self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
     }
 
     /// This engine alone has a member now. Its words name exactly these, except for pages being freed.
     pub(super) fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
-        let gone = lock(pages).not_in(live);
+        let gone = pages.locked().not_in(live);
         self.in_pieces(gone.into_iter(), |(page, handle)| {
-            if lock(pages).remove(page, handle) {
+            if pages.locked().remove(page, handle) {
                 self.drop_reference(handle);
             }
         });
         {
-            let mut index = lock(&self.index);
+            let mut index = self.index.locked();
             self.find_missing_members(&mut index);
             index.missing.remove(&word_of(vm));
         }
@@ -281,7 +281,7 @@ impl Group {
     /// Frees blobs that no word names, if no member is missing and no other engine has the arena; else later.
     fn sweep(&self) {
         // While a thread waits for the exclusive lock, all puts and frees wait for it.
-        if lock(&self.index).missing.is_empty() {
+        if self.index.locked().missing.is_empty() {
             self.sweep_alone();
             // No caller waits, so the memory is returned at once.
             self.tidy();
@@ -291,11 +291,11 @@ impl Group {
     /// The lock admits one thread of this engine at a time: at the end, other engines may open the arena again.
     fn sweep_alone(&self) {
         let _alone_here = self.using.write().unwrap_or_else(PoisonError::into_inner);
-        if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
+        if !self.index.locked().missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
             return;
         }
         let _shares_again = Shares(&self.file);
-        let mut index = lock(&self.index);
+        let mut index = self.index.locked();
         self.find_missing_members(&mut index);
         if !index.missing.is_empty() {
             return;
@@ -317,7 +317,7 @@ impl Group {
 
     /// Checks which of the missing members are gone.
     pub(super) fn ask(&self) {
-        let mut index = lock(&self.index);
+        let mut index = self.index.locked();
         let now = Instant::now();
         if !index.unswept || index.asked.is_some_and(|asked| now - asked < ASK_EVERY) {
             return;

@@ -14,8 +14,7 @@ use ballast_realmem::load::Load;
 use ballast_realmem::protocol::Protocol;
 use ballast_realmem::server::{Memory, Server};
 
-use super::needs;
-use super::running::{KEYS, KEYS_QUICK};
+use super::running::{KEYS, KEYS_QUICK, needs};
 use super::turn::SEED;
 use crate::options::RealProgram as Program;
 use crate::report::Row;

@@ -18,8 +18,7 @@ use ballast_sys::meminfo;
 use ballast_testkit::random::Random;
 use serde_json::json;
 
-use super::needs;
-use super::running::{has_swap, memory_of, vm_of};
+use super::running::{has_swap, memory_of, needs, vm_of};
 use super::turn::SEED;
 use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::report::Row;

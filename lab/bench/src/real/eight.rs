@@ -1,10 +1,11 @@
 //! Eight real programs in less memory than they want together (Maestro, section 4, figure 1): two each of TPC-H, a
 //! graph, matrix products and Redis.
 //!
-//! Before: as for `bench real`. After: a row for each level of memory; adopted programs have rows of their own (`--side adopted`). Threads: the bench's one
-//! samples; each program has a thread that drives it or waits for its units. Units: slowdowns; a level is in percent of
-//! the most memory that all programs had at once without a limit. Promise: a side's slowdowns are of its own programs
-//! without a limit, before its levels; the noise is their speed after all levels. Every program may use both CPUs.
+//! Before: as for `bench real`. After: a row for each level of memory; adopted programs have rows of their own
+//! (`--side adopted`). Threads: the bench's one samples; each program has a thread that drives it or waits for its
+//! units. Units: slowdowns; a level is in percent of the most memory that all programs had at once without a limit.
+//! Promise: a side's slowdowns are of its own programs without a limit, before its levels; `eight_aa_slowdown` is their
+//! slowdown some seconds after the limits went. Every program may use both CPUs.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -20,8 +21,7 @@ use ballast_realmem::load::{DEPTH, Load};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
-use super::needs;
-use super::running::{Work, has_swap, memory_of, start, vm_of};
+use super::running::{Work, has_swap, memory_of, needs, start, vm_of};
 use super::turn::SEED;
 use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::report::Row;

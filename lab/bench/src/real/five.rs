@@ -7,8 +7,7 @@
 use anyhow::Result;
 use ballast_realmem::keys::Sequence;
 
-use super::needs;
-use super::running::{Running, has_swap};
+use super::running::{Running, has_swap, needs};
 use super::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
 use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::report::Row;

@@ -14,11 +14,10 @@ mod turn;
 
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use ballast_realmem::keys::Sequence;
-use ballast_realmem::{batch, server};
 
-use self::running::{Running, has_swap, protocol_of};
+use self::running::{Running, has_swap, needs, protocol_of};
 use self::turn::{LIMITED, LIMITED_QUICK, SEED, SETTLE_QUICK, Turn};
 use crate::options::{Part, RealProgram as Program, RealSide as Side};
 use crate::report::Row;
@@ -41,12 +40,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         Some(Part::Five) => five::run(bench, program, each),
         _ => levels(bench, program, each),
     }
-}
-
-/// An error if one of these programs is not unpacked.
-fn needs(programs: &[Program]) -> Result<()> {
-    let missing = |program: &Program| protocol_of(*program).map_or_else(batch::missing, server::missing);
-    programs.iter().find_map(missing).map_or(Ok(()), |why| Err(anyhow!(why)))
 }
 
 /// A program at each level of memory.

@@ -8,14 +8,14 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use ballast_api::VmStat;
 use ballast_base::MIB;
-use ballast_realmem::batch::Batch;
+use ballast_realmem::batch::{self, Batch};
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::{Load, Window};
 use ballast_realmem::protocol::Protocol;
-use ballast_realmem::server::{Memory, Server};
+use ballast_realmem::server::{self, Memory, Server};
 
 use super::turn::{LIMITED_QUICK, SETTLE_QUICK, Turn};
 use crate::options::{RealProgram as Program, RealSide as Side};
@@ -188,6 +188,12 @@ pub(super) fn has_swap(bench: &Bench, side: Side, row: &mut Row) -> bool {
         }
         _ => true,
     }
+}
+
+/// An error if one of these programs is not unpacked.
+pub(super) fn needs(programs: &[Program]) -> Result<()> {
+    let missing = |program: &Program| protocol_of(*program).map_or_else(batch::missing, server::missing);
+    programs.iter().find_map(missing).map_or(Ok(()), |why| Err(anyhow!(why)))
 }
 
 /// The protocol of a server, which has a load on the other CPU. Other programs repeat a unit of work.

@@ -6,11 +6,12 @@
 //! Promise: silence is not loss. The wait goes on until the store returns the page or reports that it has lost it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use ballast_page::copies::Watch;
 use ballast_store::{GetOutcome, Handle, PageKey, SlowStore};
+use ballast_sys::lock::Lock;
 
 /// Reports an event to operators: kind and text.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
@@ -54,7 +55,7 @@ impl Overdue {
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.locked()
     }
 
     /// A wait has ended: if operators were told and no page is overdue any more, tells them.

@@ -6,10 +6,11 @@
 //! and goes before pages that no thread waits for.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use ballast_base::PageRange;
+use ballast_sys::lock::Lock;
 
 use crate::run::pool::Notifier;
 use crate::vm::serve::readahead::Readahead;
@@ -53,7 +54,7 @@ pub(crate) enum Caller {
 impl Caller {
     fn lock<T>(self, mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
         match self {
-            Self::Slow => Some(mutex.lock().unwrap_or_else(PoisonError::into_inner)),
+            Self::Slow => Some(mutex.locked()),
             Self::Fault => mutex.try_lock().ok(),
         }
     }

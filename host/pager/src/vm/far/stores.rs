@@ -7,13 +7,14 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ballast_base::store::{IoContext, OnReply, Recovered, StoreSet};
 use ballast_store::{
     DurableStore, GetOutcome, Handle, NearStore, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
 };
+use ballast_sys::lock::Lock;
 
 use crate::vm::far::overdue::{Overdue, Tell};
 use ballast_page::copies::{Source, StoreOf};
@@ -204,7 +205,7 @@ impl LateStore {
 
     /// The store has been opened. It has all copies that words named when this value was made.
     pub fn arrive(&self, store: Arc<dyn SlowStore>) {
-        let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut freed = self.freed.locked();
         for (key, handle) in std::mem::take(&mut *freed) {
             store.free(key, handle);
         }
@@ -214,7 +215,7 @@ impl LateStore {
 
     /// Handles that words name in it, for a sweep before it arrives; `None` if the words were not read.
     pub fn take_live(&self) -> Option<Vec<Handle>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.live.locked().take()
     }
 
     fn store(&self) -> Option<&dyn SlowStore> {
@@ -246,7 +247,7 @@ impl Store for LateStore {
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
-        let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut freed = self.freed.locked();
         match self.store() {
             Some(store) => {
                 drop(freed);
@@ -274,7 +275,7 @@ impl DurableStore for LateStore {
             return store.recover(live);
         }
         let live = live.map(|(_, handle)| handle).collect();
-        *self.live.lock().unwrap_or_else(PoisonError::into_inner) = Some(live);
+        *self.live.locked() = Some(live);
         Ok(Recovered::default())
     }
 }
