@@ -9,12 +9,13 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_messages::message::{self, TierUse, TieringState};
+use ballast_sys::lock::Lock;
 use ballast_tier::{EPOCH, Settings, Status, Tierer, Unavailable};
 
 use crate::damon;
@@ -48,7 +49,7 @@ pub fn start(mut settings: Settings) -> io::Result<Tiering> {
 }
 
 fn tell(told: &Mutex<message::Tiering>, now: message::Tiering) {
-    *told.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    *told.locked() = now;
 }
 
 /// Moves memory until told to stop.
@@ -85,7 +86,7 @@ fn work(
         };
         while !stop.load(Ordering::Acquire) {
             let began = Instant::now();
-            tierer.make_room(&lacks.lock().unwrap_or_else(PoisonError::into_inner));
+            tierer.make_room(&lacks.locked());
             match tierer.step() {
                 Ok(()) => tell(told, shown(tierer.status())),
                 // A program that ended, say; the next step may succeed.
@@ -136,12 +137,12 @@ fn shown(status: &Status) -> message::Tiering {
 impl Tiering {
     /// Returns what it does now.
     pub fn told(&self) -> message::Tiering {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.told.locked().clone()
     }
 
     /// Sets how many pages of each node are to be free for the balloon, which takes no memory of programs.
     pub fn make_room(&self, pages: BTreeMap<u32, u64>) {
-        *self.lacks.lock().unwrap_or_else(PoisonError::into_inner) = pages;
+        *self.lacks.locked() = pages;
     }
 
     /// Ends it, and waits until it has restored the settings that it changed.

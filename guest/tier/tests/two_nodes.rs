@@ -2,11 +2,12 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_ranges::relocate::Tier;
 use ballast_sys::Anon;
+use ballast_sys::lock::Lock;
 use ballast_sys::numa::{Place, locate, move_pages};
 use ballast_sys::{Mapping, memfd};
 use ballast_tier::Tiers;
@@ -22,7 +23,7 @@ static NODES: Mutex<()> = Mutex::new(());
 
 /// The tiers of this machine, if there are two. No other test uses them as long as the guard lives.
 fn two_tiers() -> Option<(Files, Tiers, MutexGuard<'static, ()>)> {
-    let alone = NODES.lock().unwrap_or_else(PoisonError::into_inner);
+    let alone = NODES.locked();
     let files = Files::default();
     let tiers = Tiers::detect(&files).ok().filter(|tiers| tiers.list.len() > 1);
     if tiers.is_none() {

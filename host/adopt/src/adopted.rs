@@ -183,10 +183,10 @@ impl Adopted {
             (Ok(cgroup), How::Reclaim(_)) => self.reclaim(cgroup, bytes)?,
             _ => {
                 let mut step = self.page_out(bytes)?;
-                for _ in 1..MOST_PICKS {
-                    if step.out_pages == 0 && step.asked_pages > 0 {
-                        step = self.page_out(bytes)?;
-                    }
+                let mut picks = 1;
+                while step.out_pages == 0 && step.asked_pages > 0 && picks < MOST_PICKS {
+                    step = self.page_out(bytes)?;
+                    picks += 1;
                 }
                 step
             }

@@ -12,12 +12,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ballast_api::{VmStat, VmStatus};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_sys::Mapping;
+use ballast_sys::lock::Lock;
 use ballast_testkit::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{Builder, QEMU, QemuGuest, Qmp, qemu_missing};
@@ -36,7 +37,7 @@ const CONFIG: &str = "quarantine_ms = 500\n";
 /// One QEMU at a time: the machine may have two CPUs, and TCG needs one.
 fn one_at_a_time() -> MutexGuard<'static, ()> {
     static GUEST: Mutex<()> = Mutex::new(());
-    GUEST.lock().unwrap_or_else(PoisonError::into_inner)
+    GUEST.locked()
 }
 
 /// The `ballast` program, beside `ballastd`.

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
@@ -20,6 +20,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_pager::run::servers::Servers;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::view::View;
+use ballast_sys::lock::Lock;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
 use ballast_testvm::Finally;
 use common::{Rig, mapped_at, until};
@@ -61,7 +62,7 @@ fn the_other_goes_on_and_it_is_closed(other: &Rig, hostile: &Rig) {
 
 #[test]
 fn a_client_that_holds_the_lock_of_its_socket_stops_no_other_vm() {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE.locked();
     let (hostile, other) = (a_rig(), a_rig());
     let (ours, theirs) = scm::pair().expect("socketpair");
     let kept = theirs.try_clone().expect("dup");
@@ -92,7 +93,7 @@ fn a_client_that_holds_the_lock_of_its_socket_stops_no_other_vm() {
 
 #[test]
 fn a_client_that_sends_a_descriptor_whose_close_waits_stops_no_other_vm() {
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE.locked();
     let (hostile, other) = (a_rig(), a_rig());
     let (ours, theirs) = scm::pair().expect("socketpair");
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");

@@ -16,6 +16,8 @@ use crate::setting::warn;
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time until the kernel has brought the memory below a new limit.
 const LIMIT: Duration = Duration::from_secs(60);
+/// A limit in bytes that no bench reaches.
+pub(crate) const UNLIMITED: u64 = 1 << 50;
 
 /// A cgroup; removed when dropped.
 #[derive(Debug)]

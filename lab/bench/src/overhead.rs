@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
+use ballast_sys::meminfo;
 use ballast_testhost::until;
 
 use crate::order::Data;
@@ -52,13 +53,19 @@ impl Held {
 }
 
 fn own(pid: u32) -> Result<f64> {
+    let [anon, file] = rollup_kib(pid, ["Pss_Anon", "Pss_File"])?;
+    Ok((anon + file) * 1024.0)
+}
+
+/// Lines of a process's `smaps_rollup`, in KiB, all of one reading.
+pub(crate) fn rollup_kib<const N: usize>(pid: u32, keys: [&str; N]) -> Result<[f64; N]> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = std::fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
-    let kib = |key: &str| -> Option<f64> {
-        text.lines().find_map(|line| line.strip_prefix(key)?.split_ascii_whitespace().next()?.parse().ok())
-    };
-    let sum = kib("Pss_Anon:").zip(kib("Pss_File:")).map(|(anon, file)| (anon + file) * 1024.0);
-    sum.with_context(|| format!("{path} has no Pss_Anon and Pss_File"))
+    let mut found = [0.0; N];
+    for (key, kib) in keys.into_iter().zip(&mut found) {
+        *kib = meminfo::number_in(&text, key).with_context(|| format!("{path} has no {key}"))? as f64;
+    }
+    Ok(found)
 }
 
 /// Add Ballast's own memory files that a process has open, each once.

@@ -3,8 +3,10 @@
 //! Before: a bench starts. After: there was a line for each row, and one a minute within it.
 //! Threads: the bench's. Units: rows, and steps within a row. Promise: standard output has rows alone.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use ballast_sys::lock::Lock;
 
 /// Time between two lines about one row.
 const QUIET: Duration = Duration::from_secs(60);
@@ -21,7 +23,7 @@ impl Progress {
     /// Show the row that is measured from now on.
     pub(crate) fn row(&self, title: &str) {
         eprintln!("ballast bench: {title}");
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (title.to_owned(), Instant::now());
+        *self.0.locked() = (title.to_owned(), Instant::now());
     }
 
     /// The items, each announced as a step when it is taken, if the last line is old enough.
@@ -30,7 +32,7 @@ impl Progress {
         let (least, most) = items.size_hint();
         let (progress, of) = (self.clone(), most.unwrap_or(least));
         items.zip(1..).map(move |(item, at)| {
-            let mut said = progress.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut said = progress.0.locked();
             if said.1.elapsed() >= QUIET {
                 eprintln!("ballast bench: {}: {what} {at} of {of}", said.0);
                 said.1 = Instant::now();

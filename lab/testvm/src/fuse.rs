@@ -20,6 +20,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
+use ballast_sys::lock::Lock;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -192,7 +193,7 @@ impl Fuse {
 
     /// Stop the server. The kernel ends unanswered and later requests with an error.
     pub fn end(&self) {
-        let Some(Running { stop, threads }) = self.running.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+        let Some(Running { stop, threads }) = self.running.locked().take() else {
             return;
         };
         self.shared.lock().over = true;
@@ -224,7 +225,7 @@ impl Drop for Held<'_> {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 

@@ -14,10 +14,11 @@
 //! privilege level of 3: such hosts drop it from the flags. The second is the I/O permission map of the task state:
 //! QEMU's emulation of nested AMD virtualization ignores it in a busy task state, and KVM accepts no other state.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE};
+use ballast_sys::lock::Lock;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 
@@ -178,13 +179,13 @@ impl Machine {
             vcpu.set_regs(&regs).context("KVM: setting the registers")?;
             vcpus.push(Some(vcpu));
         }
-        *self.vcpus.lock().unwrap_or_else(PoisonError::into_inner) = vcpus;
+        *self.vcpus.locked() = vcpus;
         Ok(())
     }
 
     /// Run one worker's vCPU until its job is done or `port.tell` returns false.
     pub fn run_vcpu(&self, worker: usize, port: &impl Port) -> Result<()> {
-        let vcpu = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner).get_mut(worker).and_then(Option::take);
+        let vcpu = self.vcpus.locked().get_mut(worker).and_then(Option::take);
         let mut vcpu = vcpu.context("this VM has run already")?;
         loop {
             let exit = match vcpu.run() {

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_sys::lock::Lock;
 use serde::Serialize;
 
 use crate::guest::{self, Job, Params, Port};
@@ -203,7 +204,7 @@ impl Vm {
     fn barrier(&self) -> MutexGuard<'_, Barrier> {
         // The lock is not held while the hook runs, so a panic in it does not poison it. The barrier is consistent at
         // every unlock.
-        self.barrier.lock().unwrap_or_else(PoisonError::into_inner)
+        self.barrier.locked()
     }
 
     fn job(&self, worker: usize) -> &Job {

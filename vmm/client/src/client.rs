@@ -13,13 +13,13 @@ use ballast_base::guest::{GuestRange, check_guest_ranges};
 use ballast_base::units::MIB;
 use ballast_base::wire::{ClientToKeeper, MAX_RANGES, Range, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 use ballast_sys::uffd::HUGETLB_FEATURES;
 
 use crate::control::DiscardError;
 use crate::error::RequestError;
 use crate::link::{self, Asked};
-use crate::lock::lock;
 use crate::ram::Ram;
 use crate::regions::Region;
 use crate::shared::{Shared, announce, cut};
@@ -46,7 +46,7 @@ impl Client {
 
     /// Size of the announced guest RAM.
     pub fn ram(&self) -> Bytes {
-        lock(&self.shared.table).total()
+        self.shared.table.locked().total()
     }
 
     /// Announces hot-plugged RAM; call it before the guest can see the RAM. Without a keeper this succeeds at once, and
@@ -79,13 +79,13 @@ impl Client {
         let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
         let sent = sent.map_err(|error| RequestError::Invalid(error.to_string().into()))?;
         let mut region = Some(region);
-        lock(&shared.table).check_with(&mut region).map_err(RequestError::Invalid)?;
+        shared.table.locked().check_with(&mut region).map_err(RequestError::Invalid)?;
         let fds: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
         let until = Instant::now() + shared.timing.answer;
         loop {
             let message = ClientToKeeper::AddRegion { region: info.clone(), files: fds.len() as u8 };
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
-                lock(&shared.table).extend(region.take());
+                shared.table.locked().extend(region.take());
             });
             if matches!(answer, Ok(Asked::Later))
                 && let Some(why) = waits
@@ -99,7 +99,7 @@ impl Client {
                 Ok(Asked::Again(why)) => {
                     // If it stayed in the table, both an attach message after a keeper's death and the next request
                     // would announce it.
-                    region = lock(&shared.table).take(hva);
+                    region = shared.table.locked().take(hva);
                     if region.is_none() {
                         let why = format!("RAM at {hva} was unmapped before it was announced");
                         return Err(RequestError::Invalid(why.into()));
@@ -113,9 +113,9 @@ impl Client {
                 }
                 // The service thread has confirmed it, or will with the next attach message.
                 Ok(Asked::Done | Asked::Later) => {}
-                Err(RequestError::Refused(_)) => drop(lock(&shared.table).remove(hva)),
+                Err(RequestError::Refused(_)) => drop(shared.table.locked().remove(hva)),
                 Err(RequestError::Later(_)) => drop(self.remove_region(hva)),
-                Err(_) => lock(&shared.table).fail(hva),
+                Err(_) => shared.table.locked().fail(hva),
             }
             return answer.map(drop);
         }
@@ -154,7 +154,7 @@ impl Client {
     /// The address ranges of announced RAM, region by region.
     pub fn regions(&self) -> Vec<Range> {
         let _quiet = visit::enter();
-        lock(&self.shared.table).iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
+        self.shared.table.locked().iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
     }
 
     /// Removes RAM that is about to be unplugged: call it before the unmap, and unmap after it returns, whatever it
@@ -164,7 +164,7 @@ impl Client {
         const MOST_KEEPERS: usize = 8;
         let _quiet = visit::enter();
         let shared = &self.shared;
-        if !lock(&shared.table).iter().any(|region| region.hva() == hva) {
+        if !shared.table.locked().iter().any(|region| region.hva() == hva) {
             return Err(RequestError::Invalid(format!("no RAM region begins at {hva}").into()));
         }
         let mut answer = Ok(Asked::Later);
@@ -177,7 +177,7 @@ impl Client {
                 // Without a keeper, the next attach message must not contain the region; otherwise it stays until the
                 // reply.
                 if state.phase != link::Phase::Up {
-                    unlisted = lock(&shared.table).remove(hva);
+                    unlisted = shared.table.locked().remove(hva);
                 }
             });
             if unlisted || !matches!(answer, Ok(Asked::Later | Asked::Again(_))) {
@@ -185,7 +185,7 @@ impl Client {
             }
         }
         // No zap may hit the next mapping there.
-        lock(&shared.table).remove(hva);
+        shared.table.locked().remove(hva);
         answer.map(|_: Asked| ())
     }
 
@@ -205,9 +205,9 @@ impl Client {
 
     /// A function that returns whether pages have returned since its last call.
     fn pages_return(&self) -> impl Fn() -> bool {
-        let seen = std::cell::Cell::new(lock(&self.shared.table).resident());
+        let seen = std::cell::Cell::new(self.shared.table.locked().resident());
         move || {
-            let now = lock(&self.shared.table).resident();
+            let now = self.shared.table.locked().resident();
             now > seen.replace(now)
         }
     }
@@ -245,7 +245,7 @@ impl Client {
     pub fn restore_all(&self) -> std::io::Result<()> {
         let _quiet = visit::enter();
         let parts: Vec<Range> = {
-            let table = lock(&self.shared.table);
+            let table = self.shared.table.locked();
             table.iter().flat_map(|region| table.overlap(region.hva(), region.ram.span.len.0)).collect()
         };
         parts.into_iter().try_for_each(populate)
@@ -264,7 +264,7 @@ impl Client {
             return Err(DiscardError::Invalid(text));
         }
         {
-            let table = lock(&self.shared.table);
+            let table = self.shared.table.locked();
             if let Some((hva, len)) = ranges.iter().find(|range| !table.allows(**range)) {
                 let text = format!("{len} bytes at {hva} are not whole pages inside one RAM region");
                 return Err(DiscardError::Invalid(text));
@@ -283,7 +283,7 @@ impl Client {
         }
         let _quiet = visit::enter();
         let gate = self.shared.gate.free();
-        if self.shared.link.phase() == link::Phase::Up && lock(&self.shared.table).is_never_zapped(ranges) {
+        if self.shared.link.phase() == link::Phase::Up && self.shared.table.locked().is_never_zapped(ranges) {
             return Ok(Freeing(Some(gate)));
         }
         drop(gate);
@@ -293,13 +293,13 @@ impl Client {
     /// The parts of `[hva, hva + len)` that are announced RAM.
     pub fn overlap(&self, hva: Hva, len: u64) -> Vec<Range> {
         let _quiet = visit::enter();
-        lock(&self.shared.table).overlap(hva, len)
+        self.shared.table.locked().overlap(hva, len)
     }
 
     /// The addresses at which `[offset, offset + len)` of a file is mapped as announced RAM.
     pub fn of_file(&self, file: FileId, offset: u64, len: u64) -> Vec<Range> {
         let _quiet = visit::enter();
-        lock(&self.shared.table).of_file(file, offset, len)
+        self.shared.table.locked().of_file(file, offset, len)
     }
 
     /// Announces that these addresses are about to be unmapped or mapped over. Regions that are covered completely are
@@ -318,7 +318,7 @@ impl Client {
 
     fn leave(&self, hva: Hva, len: u64, may_fail: bool) -> Result<(), RequestError> {
         let _quiet = visit::enter();
-        let (whole, parts) = lock(&self.shared.table).unmapping(hva, len, may_fail);
+        let (whole, parts) = self.shared.table.locked().unmapping(hva, len, may_fail);
         // One unreadable page must not keep the others far: a memory error may be the reason for the new mapping.
         for (hva, len) in parts {
             for piece in pieces(hva, len, 2 * MIB) {

@@ -13,9 +13,8 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, Range};
+use ballast_sys::lock::Lock;
 use ballast_sys::scm;
-
-use crate::lock::lock;
 
 /// Both ends of a control socket. The VMM keeps a duplicate of the engine's end, too, to take back messages that no
 /// engine has read.
@@ -166,13 +165,13 @@ pub(crate) struct ControlSocket {
 impl ControlSocket {
     /// The socket whose other end engines get now.
     pub fn pair(&self) -> Option<std::sync::Arc<Pair>> {
-        lock(&self.state).pair.clone()
+        self.state.locked().pair.clone()
     }
 
     /// Replaces the socket. Messages that no engine has read from the old one are taken back, and waiting discards are
     /// sent on the new one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         for bytes in state.pair.replace(pair).map(|old| old.take_back()).unwrap_or_default() {
             if let Ok(ClientToEngine::Discard { seq, .. }) = wire::decode(&bytes) {
                 state.strike(seq);
@@ -196,7 +195,7 @@ impl ControlSocket {
     /// An engine has replied. The reply counts if no later copy can take effect, so unread copies are taken back.
     /// (Without that, a discard that takes longer than the time between copies would never return.)
     pub fn discard_done(&self, seq: u64, result: Result<(), String>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq)) else { return };
         let id = waiter.id;
         if waiter.copies.last() != Some(&seq) {
@@ -217,7 +216,7 @@ impl ControlSocket {
     /// guest reused the page would destroy data.
     pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         let id = state.add_waiter(ranges);
         let mut repeat_at = Instant::now();
         let mut deadline = repeat_at + timeout;
@@ -237,7 +236,7 @@ impl ControlSocket {
                 // Without the lock, which zaps need, too.
                 drop(state);
                 announce();
-                state = lock(&self.state);
+                state = self.state.locked();
                 continue;
             }
             if now >= repeat_at {

@@ -33,7 +33,6 @@ mod error;
 mod fault_workers;
 pub mod ffi;
 mod link;
-mod lock;
 pub mod pool;
 mod ram;
 mod regions;

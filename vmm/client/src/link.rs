@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::Hva;
 use ballast_base::wire::{self, ClientToKeeper, StoreFiles, VmId};
+use ballast_sys::lock::Lock;
 use ballast_sys::scm;
 
 use crate::error::{AttachError, RequestError};
-use crate::lock::lock;
 
 /// The state of the connection to the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,11 +111,11 @@ impl Link {
     }
 
     pub fn phase(&self) -> Phase {
-        lock(&self.state).phase
+        self.state.locked().phase
     }
 
     pub fn vm(&self) -> Option<VmId> {
-        lock(&self.state).vm
+        self.state.locked().vm
     }
 
     /// Whether this is still the first attempt.
@@ -124,16 +124,16 @@ impl Link {
     }
 
     pub fn socket(&self) -> Option<Arc<OwnedFd>> {
-        lock(&self.state).socket.clone()
+        self.state.locked().socket.clone()
     }
 
     /// Locks the state to compose an attach message. Nothing can be added or pinned while the lock is held.
     pub fn begin(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.locked()
     }
 
     pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<Escrow>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         state.phase = Phase::Up;
         state.socket = Some(socket);
         state.vm = Some(vm);
@@ -143,14 +143,14 @@ impl Link {
     }
 
     pub fn down(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         state.phase = Phase::Down;
         state.socket = None;
         self.changed.notify_all();
     }
 
     pub fn fail(&self, error: AttachError) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         state.phase = Phase::Failed;
         state.error = Some(error);
         self.changed.notify_all();
@@ -160,7 +160,7 @@ impl Link {
     /// before the requesting thread runs, because the engine may zap pages of it at once. A late reply to an earlier
     /// request says nothing about that region.
     pub fn answer(&self, answer: Result<Asked, String>, taken: impl FnOnce(Hva)) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         if state.answered < state.sent {
             state.answered += 1;
             if let Some((number, hva)) = state.adding
@@ -186,7 +186,7 @@ impl Link {
 
     /// Waits for the outcome of the first attach, which the service thread's timeouts bound.
     pub fn first_outcome(&self) -> Result<VmId, AttachError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         loop {
             if let Some(vm) = state.vm {
                 return Ok(vm);
@@ -231,9 +231,9 @@ impl Link {
         change: impl FnOnce(&mut State),
         goes_on: &dyn Fn() -> bool,
     ) -> Result<Asked, RequestError> {
-        let _one_at_a_time = lock(&self.asking);
+        let _one_at_a_time = self.asking.locked();
         let until = Instant::now() + limit;
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         while state.phase == Phase::Pending {
             if Instant::now() >= until {
                 return Err(RequestError::NoAnswer);
@@ -290,7 +290,7 @@ impl Link {
     /// Waits until a keeper is there, for at most `limit`.
     pub fn wait_for_keeper(&self, limit: Duration) -> Result<(), RequestError> {
         let until = Instant::now() + limit;
-        let mut state = lock(&self.state);
+        let mut state = self.state.locked();
         while state.phase != Phase::Up {
             if Instant::now() >= until {
                 return Err(RequestError::NoAnswer);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_RANGES};
 use ballast_base::{Bytes, Hva};
+use ballast_sys::lock::Lock;
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -23,7 +24,6 @@ use crate::agent_port::AgentPort;
 use crate::control::Pair;
 use crate::error::{AttachError, chain};
 use crate::link::{Asked, Escrow, Phase};
-use crate::lock::lock;
 use crate::shared::{Shared, announce, cut};
 
 /// Refusals after which the VM is also offered without its unconfirmed RAM.
@@ -162,7 +162,7 @@ impl Service<'_> {
         let pair = Pair::new().map_err(system("making the control socket"))?;
 
         let mut link = shared.link.begin();
-        let table = lock(&shared.table);
+        let table = shared.table.locked();
         let in_part = self.leaves_out && table.is_confirmed_in_part();
         let (regions, files) = table.describe(!in_part);
         let escrow = link.escrow.as_ref().filter(|_| link.vm.is_some());
@@ -270,7 +270,7 @@ impl Service<'_> {
                 if pending.in_part {
                     self.leave_out();
                 }
-                lock(&self.shared.table).attached(known.is_none(), is_first);
+                self.shared.table.locked().attached(known.is_none(), is_first);
                 self.shared.control.replace(pending.pair);
                 self.shared.link.up(pending.socket, vm, escrow);
                 if self.told_gone || self.told_refused {
@@ -290,12 +290,12 @@ impl Service<'_> {
     }
 
     fn answered(&self, answer: Result<Asked, String>) {
-        self.shared.link.answer(answer, |hva| lock(&self.shared.table).confirm(hva));
+        self.shared.link.answer(answer, |hva| self.shared.table.locked().confirm(hva));
     }
 
     /// The keeper took the VM without its unconfirmed regions, which have no far pages.
     fn leave_out(&mut self) {
-        for region in lock(&self.shared.table).take_unconfirmed() {
+        for region in self.shared.table.locked().take_unconfirmed() {
             let (hva, len) = (region.hva(), region.ram.span.len);
             announce(&format!("RAM of {len} at {hva} is not managed: the keeper refused the VM with it"));
         }
@@ -361,11 +361,11 @@ impl Service<'_> {
                     continue;
                 }
                 Ok(EngineToClient::Settled { range }) => {
-                    lock(&self.shared.table).settled(range);
+                    self.shared.table.locked().settled(range);
                     continue;
                 }
                 Ok(EngineToClient::FailStop { reason }) => {
-                    let handler = lock(&self.shared.fail_stop).clone();
+                    let handler = self.shared.fail_stop.locked().clone();
                     handler(&reason);
                     continue;
                 }
@@ -410,7 +410,7 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
     }
     // In this order: see `zapped.rs`.
     let gate = shared.gate.zap();
-    let mut table = lock(&shared.table);
+    let mut table = shared.table.locked();
     table.note_zapped(ranges);
     drop(gate);
     // `left`: for each range, the parts that must not be zapped. `ours`, `of`: each part to zap, and the index of its

@@ -6,9 +6,9 @@
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
-use std::sync::PoisonError;
 
 use ballast_client::{AgentPort, Builder};
+use ballast_sys::lock::Lock;
 
 pub use ballast_client::AGENT_VARIABLE as VARIABLE;
 
@@ -38,7 +38,7 @@ fn take(value: &str) {
         }
         _ => Some(AgentPort::Listening(value.into())),
     };
-    *PORT.lock().unwrap_or_else(PoisonError::into_inner) = port;
+    *PORT.locked() = port;
 }
 
 /// Gives the port to the client of this process, if there is one.
@@ -47,6 +47,6 @@ pub fn give_port(builder: Builder) -> Builder {
     if !shape::is_qemu_here() {
         take_named();
     }
-    let port = PORT.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let port = PORT.locked().take();
     if let Some(port) = port { builder.agent_port(port) } else { builder }
 }

@@ -7,10 +7,11 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_client::{Client, DiscardError, Freeing, Ram, Range, RequestError, chain, visit};
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
@@ -87,10 +88,10 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
     // With unmanaged on-demand memory, the VMM would get a SIGBUS when no page is free.
     let must_be_managed = ram.extents.iter().any(|extent| memfd::is_on_demand(&extent.fd).is_ok_and(|is| is));
     if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
-        *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
+        *EARLY_PIN.locked() = Some(LOCKED);
     }
 
-    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ATTACHING.locked();
     let Some(client) = CLIENT.get() else {
         if MODE.load(Ordering::Acquire) == WAITING {
             attach(ram);
@@ -148,7 +149,7 @@ fn attach(ram: Ram) {
     if let Some(uuid) = identity::uuid() {
         builder = builder.uuid(uuid);
     }
-    if let Some(reason) = *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(reason) = *EARLY_PIN.locked() {
         builder = builder.pinned(reason);
     }
     let result = match text("BALLAST_LIMIT").map(|value| (value.parse::<u64>(), value)) {
@@ -198,7 +199,7 @@ fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     }
     let _visit = visit::enter();
     // An attach on another thread either sees the note or is done.
-    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ATTACHING.locked();
     let client = CLIENT.get();
     if client.is_none() {
         note();
@@ -213,7 +214,7 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
         return Err(libc::EOPNOTSUPP);
     }
     let early = || {
-        EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+        EARLY_PIN.locked().get_or_insert(reason);
     };
     let Some(client) = client_or_note(early) else { return Ok(()) };
     client.pin(reason).map_err(|error| {
@@ -357,7 +358,7 @@ pub fn runs_a_vcpu(request: libc::c_ulong) -> bool {
 
 /// The guest starts. If none of its RAM was found, it is private memory, and stays unmanaged.
 pub fn starting() {
-    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ATTACHING.locked();
     if MODE.load(Ordering::Acquire) == WAITING {
         no_client("the guest's RAM is not a shared memory file");
     }

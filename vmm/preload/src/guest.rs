@@ -11,12 +11,13 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use ballast_base::guest::{GuestRange, MAX_GUEST_RANGES};
 use ballast_base::{Bytes, Hva};
 use ballast_client::{Client, RequestError, thread};
+use ballast_sys::lock::Lock;
 
 use crate::announce::announce;
 use crate::mode::is_required;
@@ -46,7 +47,7 @@ pub fn take_named() {
         HAS_MONITOR.store(true, Ordering::Relaxed);
         // SAFETY: it is open, and `ballast run` made it for this library alone.
         let stream = unsafe { UnixStream::from_raw_fd(*ours) };
-        *MONITOR.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
+        *MONITOR.locked() = Some(stream);
     } else {
         announce(
             "the program that started QEMU has closed the descriptors of its monitor, without which QEMU cannot start; \
@@ -69,12 +70,12 @@ pub fn has_monitor() -> bool {
 
 /// Closes the monitor, because this process is not managed.
 pub fn drop_monitor() {
-    drop(MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take());
+    drop(MONITOR.locked().take());
 }
 
 /// Starts the thread that reads the guest-physical addresses, because this process is attached.
 pub fn learn(client: &Client) {
-    let Some(stream) = MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+    let Some(stream) = MONITOR.locked().take() else { return };
     let started = UnixStream::pair().and_then(|(news, heard)| {
         news.set_nonblocking(true)?;
         heard.set_nonblocking(true)?;

@@ -11,11 +11,12 @@ use std::ffi::{c_int, c_void};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE, Hva};
 use ballast_client::{Ram, Range, pool, visit};
+use ballast_sys::lock::Lock;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
@@ -41,7 +42,7 @@ struct StandIn {
 static STAND_INS: Mutex<Vec<StandIn>> = Mutex::new(Vec::new());
 
 fn stand_ins() -> MutexGuard<'static, Vec<StandIn>> {
-    STAND_INS.lock().unwrap_or_else(PoisonError::into_inner)
+    STAND_INS.locked()
 }
 
 /// The value of the variable, if RAM must come from the pool.

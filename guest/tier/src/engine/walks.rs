@@ -7,9 +7,10 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use ballast_ranges::UNIT;
+use ballast_sys::lock::Lock;
 use ballast_sys::numa::Place;
 use ballast_testkit::random::Random;
 
@@ -317,7 +318,7 @@ struct Shared(Arc<Mutex<Model>>);
 
 impl Shared {
     fn get(&self) -> MutexGuard<'_, Model> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 }
 

@@ -10,10 +10,11 @@
 //! and flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes).
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use ballast_base::PAGE_SIZE;
 use ballast_ranges::UNIT;
+use ballast_sys::lock::Lock;
 
 use super::{Each, SampleSource, Samples};
 use crate::kernel_files::Files;
@@ -31,7 +32,7 @@ const MOST_RANGES: u32 = 500;
 /// each hold this while it uses DAMON's files.
 pub fn lock() -> MutexGuard<'static, ()> {
     static FILES: Mutex<()> = Mutex::new(());
-    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+    FILES.locked()
 }
 
 /// DAMON as a source.

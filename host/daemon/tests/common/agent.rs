@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ballast_api::AgentStat;
@@ -14,6 +14,7 @@ use ballast_client::{AgentPort, Client, GuestRange};
 use ballast_messages::frame::Next;
 use ballast_messages::message::{NONCE, Tick, Tracking};
 use ballast_messages::{Frames, Kind, Run, ToGuest, ToHost};
+use ballast_sys::lock::Lock;
 
 use super::raw::Ram;
 use super::{Daemon, until};
@@ -25,7 +26,7 @@ pub const HIGH: u64 = GIB / PAGE_SIZE as u64;
 
 pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static PORT: Mutex<()> = Mutex::new(());
-    PORT.lock().unwrap_or_else(PoisonError::into_inner)
+    PORT.locked()
 }
 
 /// The port of a VM: a listening socket in a folder of its own.

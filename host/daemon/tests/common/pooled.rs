@@ -5,11 +5,12 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use ballast_api::{PoolPages, PoolRequest, PoolStat};
 use ballast_base::MIB;
 use ballast_pool::{Host, Page};
+use ballast_sys::lock::Lock;
 use ballast_testkit::skip;
 
 use super::{Daemon, until};
@@ -43,7 +44,7 @@ impl Pooled {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
-        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let one = ONE.locked();
         let nodes = host.nodes().expect("nodes");
         let had = nodes.into_iter().map(|node| Ok((node, host.pages(node)?.total)));
         let before = match had.collect::<std::io::Result<Vec<_>>>() {

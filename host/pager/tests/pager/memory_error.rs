@@ -4,14 +4,15 @@
 
 use crate::common;
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_page::page_state::State;
 use ballast_pager::vm::stats::Counter;
+use ballast_sys::lock::Lock;
 use ballast_sys::{Mapping, memfd};
 use ballast_testkit::PoolLoan;
 use ballast_testkit::skip;
@@ -33,7 +34,7 @@ fn can_fail() -> bool {
 /// Injects a failure of a page. The kernel also signals this thread, which the tests do not need.
 fn fail(map: &Mapping, at: usize) -> std::io::Result<()> {
     static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ONE.locked();
     catch_bus_errors();
     IS_ASKED_FOR.store(true, Ordering::Release);
     let failed = map.fail_memory(at);

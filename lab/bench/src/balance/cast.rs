@@ -36,8 +36,6 @@ use crate::{adopt, cgroup, cpu, zram};
 const SAMPLE: Duration = Duration::from_millis(200);
 /// Longest time until reclaim has taken memory away.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// A limit in bytes that no bench reaches.
-const UNLIMITED: u64 = 1 << 50;
 
 /// The name of a workload in keys.
 pub(super) fn word(workload: Workload) -> &'static str {
@@ -213,7 +211,7 @@ impl Cast {
             bench.daemon.api().patch_policy(&patch)?;
             return Ok(());
         }
-        let bytes = bytes.map_or(UNLIMITED, |bytes| bytes + self.own_bytes);
+        let bytes = bytes.map_or(cgroup::UNLIMITED, |bytes| bytes + self.own_bytes);
         // The kernel reclaims down to the limit before it accepts it, and gives up sooner than we do.
         until("the kernel does not come to the limit", TIMEOUT, || Ok(cgroup::limit(&self.cgroup, bytes).ok()))
     }

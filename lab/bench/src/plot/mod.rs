@@ -14,7 +14,7 @@
 //! | `real-five.svg` | memory of a real program that can be far for 5 % of its speed |
 //! | `real-eight.svg` | eight real programs in less memory than they want |
 //! | `vm-under-limit.svg` | one VM under a limit, over time |
-//! | `day` | a day of a host; nobody has drawn it for the docs |
+//! | `day.svg` | a day of a host |
 
 mod course;
 mod day;
@@ -37,12 +37,12 @@ const HANDLER: Side = Side("plain handler", PLAIN);
 pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
     let rows = Rows::read(files)?;
     let charts = [
-        ("restore", "restore_us_p50", restore(&rows)),
-        ("reclaim", "reclaim_pages_per_s", reclaim(&rows)),
-        ("idle", "idle_overhead_pct", idle(&rows)),
-        ("balance", "geomean_slowdown", balance(&rows)),
-        ("real-five", "five_far_pct", five(&rows)),
-        ("real-eight", "eight_slowdown_gain", eight(&rows)),
+        ("restore", "restore", "restore_us_p50", restore(&rows)),
+        ("reclaim", "reclaim", "reclaim_pages_per_s", reclaim(&rows)),
+        ("idle", "idle", "idle_overhead_pct", idle(&rows)),
+        ("balance", "balance", "geomean_slowdown", balance(&rows)),
+        ("real-five", "real", "five_far_pct", five(&rows)),
+        ("real-eight", "real", "eight_slowdown_gain", eight(&rows)),
     ];
     let mut written = Vec::new();
     let mut write = |name: &str, text: String| -> Result<()> {
@@ -51,9 +51,8 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
         written.push(file);
         Ok(())
     };
-    for (name, key, chart) in charts {
+    for (name, bench, key, chart) in charts {
         if !chart.is_empty() {
-            let bench = name.split('-').next().unwrap_or(name);
             let words = format!("{} Rows: {}.", chart.in_words(), rows.file_of(bench, key));
             write(name, described(&chart.draw()?, &chart.title, &words)?)?;
         }
@@ -151,11 +150,23 @@ fn idle(rows: &Rows) -> Chart {
 }
 
 fn balance(rows: &Rows) -> Chart {
+    let title = "Eight VMs in less memory than they want: geometric mean of slowdowns";
     let keys = ["", "maestro_", "kernel_"].map(|side| format!("{side}geomean_slowdown"));
+    by_level(title, rows.of("balance", "geomean_slowdown"), keys)
+}
+
+fn eight(rows: &Rows) -> Chart {
+    let title = "Eight real programs in less memory than they want: geometric mean of slowdowns";
+    let keys = ["gain", "maestro", "kernel"].map(|side| format!("eight_slowdown_{side}"));
+    by_level(title, rows.of("real", "eight_slowdown_gain"), keys)
+}
+
+/// Slowdowns at each level of memory: the keys of Ballast with `gain` and with `maestro`, and of the kernel.
+fn by_level<'a>(title: &str, rows: impl Iterator<Item = &'a Value>, keys: [String; 3]) -> Chart {
     // Other parts of the bench have rows of their own.
-    let levels = rows.of("balance", "geomean_slowdown").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
+    let levels = rows.filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
     Chart {
-        title: "Eight VMs in less memory than they want: geometric mean of slowdowns".into(),
+        title: title.into(),
         axis: "times slower",
         logarithmic: false,
         sides: vec![
@@ -178,22 +189,6 @@ fn five(rows: &Rows) -> Chart {
             .of("real", "five_far_pct")
             .map(|row| (word(row, "program"), points(row, keys.clone(), 1.0)))
             .collect(),
-    }
-}
-
-fn eight(rows: &Rows) -> Chart {
-    let keys = ["gain", "maestro", "kernel"].map(|side| format!("eight_slowdown_{side}"));
-    let levels = rows.of("real", "eight_slowdown_gain").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
-    Chart {
-        title: "Eight real programs in less memory than they want: geometric mean of slowdowns".into(),
-        axis: "times slower",
-        logarithmic: false,
-        sides: vec![
-            Side("Ballast, gain", OURS),
-            Side("Ballast, maestro", OUR_OTHER),
-            Side("kernel, one cgroup", KERNEL),
-        ],
-        groups: levels.map(|(level, row)| (format!("{level} %"), points(row, keys.clone(), 1.0))).collect(),
     }
 }
 

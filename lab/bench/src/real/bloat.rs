@@ -17,6 +17,7 @@ use ballast_realmem::server::{Memory, Server};
 use super::running::{KEYS, KEYS_QUICK, needs};
 use super::turn::SEED;
 use crate::options::RealProgram as Program;
+use crate::overhead::rollup_kib;
 use crate::report::Row;
 use crate::rig::Bench;
 
@@ -36,19 +37,11 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let file = format!("/proc/{pid}/clear_refs");
         fs::write(&file, "1").with_context(|| format!("Writing to {file}"))?;
         let window = load.run(time)?;
-        let all = rollup(pid, "Rss")?;
-        row.figure(&format!("bloat_touched_pct_{end}"), &[rollup(pid, "Referenced")? / all * 100.0]);
-        row.figure(&format!("bloat_huge_pct_{end}"), &[rollup(pid, "AnonHugePages")? / all * 100.0]);
+        let [all, touched, huge] = rollup_kib(pid, ["Rss", "Referenced", "AnonHugePages"])?;
+        row.figure(&format!("bloat_touched_pct_{end}"), &[touched / all * 100.0]);
+        row.figure(&format!("bloat_huge_pct_{end}"), &[huge / all * 100.0]);
         row.figure(&format!("bloat_requests_per_s_{end}"), &[window.per_s]);
         ensure!(window.wrong + load.check_all()? == 0, "values are wrong");
     }
     each(row)
-}
-
-/// A line of `/proc/PID/smaps_rollup`, in KiB.
-fn rollup(pid: u32, key: &str) -> Result<f64> {
-    let file = format!("/proc/{pid}/smaps_rollup");
-    let text = fs::read_to_string(&file).with_context(|| format!("Reading {file}"))?;
-    let of = |line: &str| line.strip_prefix(key)?.strip_prefix(':')?.trim().strip_suffix(" kB")?.parse().ok();
-    text.lines().find_map(of).with_context(|| format!("{file} has no {key}"))
 }

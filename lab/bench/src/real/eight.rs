@@ -101,10 +101,10 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 
 /// All levels of a side, on programs of its own.
 fn measure(bench: &mut Bench, side: Side, times: Times, rows: &mut [(u64, Row)]) -> Result<()> {
-    // The kernel has no policy.
     let policies: &[Kind] = match side {
         Side::Ballast => &[Kind::Gain, Kind::Maestro],
-        _ => &[Kind::Gain],
+        Side::Adopted => &[Kind::Gain],
+        Side::Kernel | Side::Shared => &[Kind::None],
     };
     let end = |kind: &Kind| match side {
         Side::Ballast => format!("_{kind}"),
@@ -141,8 +141,8 @@ fn measure(bench: &mut Bench, side: Side, times: Times, rows: &mut [(u64, Row)])
     cast.hold_to(bench, Kind::None, None)?;
     cast.window(bench, times.settle)?;
     let after = cast.window(bench, times.window)?;
-    let noise = geomean(&slowdowns(&free, &after).into_iter().flatten().collect::<Vec<_>>());
-    rows.iter_mut().for_each(|(_, row)| row.figure(&format!("eight_aa_slowdown{}", side.end_of_keys()), &[noise]));
+    let later = geomean(&slowdowns(&free, &after).into_iter().flatten().collect::<Vec<_>>());
+    rows.iter_mut().for_each(|(_, row)| row.figure(&format!("eight_aa_slowdown{}", side.end_of_keys()), &[later]));
     cast.end(bench)
 }
 
@@ -190,13 +190,14 @@ impl Cast {
         // The kernel ignores those that are not there.
         (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
         let place = |pid: u32| {
+            bench.guard.end_process(pid)?;
             if let Some(cgroup) = &self.cgroup {
                 cgroup::enter(cgroup, pid)?;
             }
             sched_setaffinity(pid_of(pid), &all).context("Letting a program have all CPUs")
         };
         let keys = if bench.options.quick { KEYS_QUICK } else { KEYS };
-        let (work, pid) = start(bench, program, &memory, Sequence::Random, (keys, seed), place)?;
+        let (work, pid) = start(program, &memory, Sequence::Random, keys, seed, place)?;
         self.vms.extend(vm_of(bench, self.side, name, pid)?);
         let pid = pid_of(pid).context("a program has a process id")?;
         kill_process(pid, Signal::STOP).context("Stopping a program")?;
@@ -219,7 +220,7 @@ impl Cast {
         };
         // While the programs run, the kernel refuses a limit that it cannot reach at once.
         self.signal(Signal::STOP)?;
-        let limited = cgroup::limit(cgroup, bytes.unwrap_or(i64::MAX as u64 / 2));
+        let limited = cgroup::limit(cgroup, bytes.unwrap_or(cgroup::UNLIMITED));
         self.signal(Signal::CONT)?;
         limited
     }

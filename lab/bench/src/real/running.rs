@@ -60,9 +60,12 @@ impl Running {
             Side::Ballast | Side::Adopted => None,
             Side::Kernel | Side::Shared => Some(bench.guard.cgroup()?),
         };
-        let place = |pid: u32| cgroup.as_ref().map_or(Ok(()), |cgroup| cgroup::enter(cgroup, pid));
+        let place = |pid: u32| {
+            bench.guard.end_process(pid)?;
+            cgroup.as_ref().map_or(Ok(()), |cgroup| cgroup::enter(cgroup, pid))
+        };
         let keys = if quick { KEYS_QUICK } else { KEYS };
-        let (mut work, pid) = start(bench, program, &memory, sequence, (keys, seed), place)?;
+        let (mut work, pid) = start(program, &memory, sequence, keys, seed, place)?;
         let vm = vm_of(bench, side, name, pid)?;
         let warm = work.run(if quick { SETTLE_QUICK } else { WARM })?;
         let free = work.run(if quick { LIMITED_QUICK } else { FREE })?;
@@ -218,22 +221,20 @@ pub(super) enum Work {
 /// Starts a program, and tells its process id. A server has values under this many keys, from this seed. `place` gets
 /// the process id before the program has touched memory.
 pub(super) fn start(
-    bench: &mut Bench,
     program: Program,
     memory: &Memory,
     sequence: Sequence,
-    (keys, seed): (u32, u64),
+    keys: u32,
+    seed: u64,
     place: impl FnOnce(u32) -> Result<()>,
 ) -> Result<(Work, u32)> {
     let Some(protocol) = protocol_of(program) else {
         let batch = Batch::start(&program.name(), memory, place)?;
         let pid = batch.pid();
-        bench.guard.end_process(pid)?;
         return Ok((Work::Batch(batch), pid));
     };
     let server = Server::start(protocol, memory, place)?;
     let pid = server.pid();
-    bench.guard.end_process(pid)?;
     let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
     Ok((Work::Server { load, _server: server }, pid))
 }

@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::process::ChildStdout;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
+
+use ballast_sys::lock::Lock;
 
 /// Console lines kept for error messages.
 pub(super) const TAIL_LINES: usize = 30;
@@ -40,7 +42,7 @@ pub(super) struct Said {
 
 impl Console {
     pub(super) fn lock(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+        self.said.locked()
     }
 
     /// Copy `from` to `to` until its end, and update the state.

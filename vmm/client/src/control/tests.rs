@@ -2,6 +2,7 @@
 
 use super::*;
 use ballast_base::Hva;
+use ballast_sys::lock::Lock;
 use std::sync::Arc;
 
 const RANGE: Range = (Hva(0x10000), 4096);
@@ -80,7 +81,7 @@ fn a_reply_counts_if_no_later_copy_was_read_and_the_later_copies_are_taken_back(
 #[test]
 fn a_repeated_copy_is_not_overtaken_by_the_reply_to_a_later_one() {
     let (control, pair) = connected();
-    let mut state = lock(&control.state);
+    let mut state = control.state.locked();
     let [first, second] = [RANGE, (Hva(0x20000), 4096)].map(|range| state.add_waiter(vec![range]));
     state.send_copy(first);
     let ClientToEngine::Discard { .. } = read(&pair) else { panic!("not a discard") };
@@ -92,7 +93,7 @@ fn a_repeated_copy_is_not_overtaken_by_the_reply_to_a_later_one() {
     state.settle(first, taken);
     drop(state);
     control.discard_done(seq, Ok(()));
-    let state = lock(&control.state);
+    let state = control.state.locked();
     let is_done = state.waiters.iter().any(|waiter| waiter.id == second && waiter.done.is_some());
     assert!(is_done, "no later copy is left to be read");
     assert!(pair.take_back().is_empty(), "a discard that is over would take effect");
@@ -142,7 +143,7 @@ fn the_announcement_of_a_waiting_discard_does_not_block_the_socket() {
 #[test]
 fn a_discard_with_a_reply_is_not_sent_on_a_new_socket() {
     let (control, old) = connected();
-    let mut state = lock(&control.state);
+    let mut state = control.state.locked();
     let id = state.add_waiter(vec![RANGE]);
     state.send_copy(id);
     drop(state);

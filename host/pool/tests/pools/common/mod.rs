@@ -6,13 +6,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent, MIB, PAGE_SIZE};
 use ballast_pool::map::Mode;
 use ballast_pool::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::Mapping;
+use ballast_sys::lock::Lock;
 use ballast_testkit::skip;
 
 /// What one VM writes and no other may find.
@@ -75,7 +76,7 @@ impl Place {
     /// The same for pages of this size.
     pub fn of(page: Page) -> Option<Self> {
         let host = Host::default().with(page);
-        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let one = ONE.locked();
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
