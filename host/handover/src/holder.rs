@@ -44,39 +44,3 @@ pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io
     }
     Ok(None)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ballast_base::Bytes;
-    use ballast_sys::Mapping;
-    use ballast_sys::file_ranges::FileRanges;
-    use ballast_sys::memfd;
-
-    #[test]
-    fn a_process_that_has_a_file_open_or_maps_it_holds_it_and_no_other_does() {
-        let fd = std::fs::File::from(memfd::create("ballast-test", Bytes(4096)).expect("memfd"));
-        let theirs = fd.try_clone().expect("duplicate");
-        let file = memfd::file_id(&fd).expect("stat");
-        let files = HashSet::from([file]);
-        let me = Process::this().expect("this process");
-        let [nobody, mine] = [HashSet::new(), HashSet::from([me.pid])];
-        assert_eq!(find(&files, &nobody, &[]).expect("readable"), Some(me));
-        assert_eq!(find(&files, &mine, &[]).expect("readable"), None);
-        let mut child = std::process::Command::new("sleep").arg("1000").stdin(theirs).spawn().expect("sleep");
-        let holder = Process::find(child.id()).expect("readable");
-        assert!(holder.is_some() && find(&files, &mine, &[]).expect("readable") == holder);
-        child.kill().and_then(|()| child.wait()).expect("end it");
-        assert_eq!(find(&files, &mine, &[]).expect("readable"), None);
-        let maps = || mapped(me.pid, None).expect("read").files.overlap(&all_of(file));
-        assert!(maps().is_none());
-        let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        assert!(maps().is_some());
-        drop(mapping);
-        assert!(maps().is_none());
-    }
-
-    fn all_of(file: FileId) -> FileRanges {
-        [(file, 0, u64::MAX)].into_iter().collect()
-    }
-}

@@ -127,6 +127,20 @@ fn mapping_of(line: &[u8]) -> Option<(Place, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::Bytes;
+    use ballast_sys::{Mapping, memfd};
+
+    #[test]
+    fn a_file_is_found_mapped_until_its_mapping_ends() {
+        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        let all = [(memfd::file_id(&fd).expect("stat"), 0, u64::MAX)].into_iter().collect();
+        let maps = || mapped(std::process::id(), None).expect("read").files.overlap(&all);
+        assert!(maps().is_none());
+        let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
+        assert!(maps().is_some());
+        drop(mapping);
+        assert!(maps().is_none());
+    }
 
     #[test]
     fn odd_lines_of_maps_are_skipped() {
