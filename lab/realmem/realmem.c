@@ -8,6 +8,9 @@
  * Promise: a piece that is handed out reads as zeros, as a fresh mapping does. A program that needs more than the memfd
  * has gets ordinary memory, and realmem says so once.
  *
+ * Freed pieces are handed out again and zeroed then, the lowest first, as a guest's kernel does: the host does not hear
+ * of them. Memory that an allocator decommits (madvise(), or a mapping over it) is discarded, as by a balloon.
+ *
  *   REALMEM_MIB      size of the memfd in MiB; required
  *   REALMEM_PRIVATE  a private mapping takes the memfd's place: memory as a VMM has it that runs without Ballast
  *   REALMEM_CLIENT   path of libballast_client.so; without it nothing is attached
@@ -38,12 +41,13 @@
 #define LARGE (64ul << 10)
 #define UNIT (2ul << 20)
 
+enum { FRESH = 0, TAKEN = 1, DIRTY = 2 }; /* free and zeros; in use; free with old bytes */
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *base;             /* the mapping of the memfd; NULL: realmem is off */
 static size_t pages;           /* its length in pages */
-static uint8_t *used;          /* one byte a page: 0 is free */
+static uint8_t *used;          /* one byte a page: FRESH, TAKEN or DIRTY */
 static uint32_t *length_of;    /* at the first page of a malloc(): its length in pages, else 0 */
-static size_t next;            /* where the search for free pages goes on */
 static int memfd = -1;         /* -1 with REALMEM_PRIVATE */
 static int is_full_told;
 static const ballast_client *client;
@@ -88,10 +92,10 @@ static void discard(void *at, size_t len) {
 }
 
 /* Finds `count` free pages that begin on a border of `align` pages; returns the first, or SIZE_MAX. Under the lock. */
-static size_t find(size_t from, size_t count, size_t align) {
-    size_t first = (from + align - 1) / align * align;
+static size_t find(size_t count, size_t align) {
+    size_t first = 0;
     while (first + count <= pages) {
-        const uint8_t *taken = memrchr(used + first, 1, count);
+        const uint8_t *taken = memrchr(used + first, TAKEN, count);
         if (taken == NULL) return first;
         first = ((size_t)(taken - used) + align) / align * align;
     }
@@ -102,24 +106,26 @@ static void *take(size_t len, size_t align) {
     size_t count = pages_of(len);
     if (align < PAGE) align = PAGE;
     if (len >= UNIT && align < UNIT) align = UNIT;
+    int is_dirty = 0;
     pthread_mutex_lock(&lock);
-    size_t first = find(next, count, align / PAGE);
-    if (first == SIZE_MAX) first = find(0, count, align / PAGE);
+    size_t first = find(count, align / PAGE);
     if (first != SIZE_MAX) {
-        memset(used + first, 1, count);
-        next = first + count;
+        is_dirty = memchr(used + first, DIRTY, count) != NULL;
+        memset(used + first, TAKEN, count);
     } else if (!is_full_told) {
         is_full_told = 1;
         say("realmem: the memfd is full; the program has memory of its own from now on (raise REALMEM_MIB)\n");
     }
     pthread_mutex_unlock(&lock);
-    return first == SIZE_MAX ? NULL : base + first * PAGE;
+    if (first == SIZE_MAX) return NULL;
+    if (is_dirty) memset(base + first * PAGE, 0, count * PAGE);
+    return base + first * PAGE;
 }
 
-/* Gives pages back, whose memory was discarded. */
+/* Gives pages back, with the bytes that they have. */
 static void give(void *at, size_t len) {
     pthread_mutex_lock(&lock);
-    memset(used + ((char *)at - base) / PAGE, 0, pages_of(len));
+    memset(used + ((char *)at - base) / PAGE, DIRTY, pages_of(len));
     pthread_mutex_unlock(&lock);
 }
 
@@ -146,7 +152,6 @@ void *mmap64(void *at, size_t len, int prot, int flags, int fd, off_t offset) {
 
 int munmap(void *at, size_t len) {
     if (!is_ours(at)) return syscall(SYS_munmap, at, len);
-    discard(at, pages_of(len) * PAGE);
     give(at, len);
     return 0;
 }
