@@ -9,7 +9,8 @@
  * has gets ordinary memory, and realmem says so once.
  *
  * Freed pieces are handed out again and zeroed then, the lowest first, as a guest's kernel does: the host does not hear
- * of them. Memory that an allocator decommits (madvise(), or a mapping over it) is discarded, as by a balloon.
+ * of them. Memory that an allocator decommits (madvise(), or a mapping over it) is discarded, as by a balloon, and so is
+ * all that is free when a program calls realmem_trim().
  *
  *   REALMEM_MIB      size of the memfd in MiB; required
  *   REALMEM_PRIVATE  a private mapping takes the memfd's place: memory as a VMM has it that runs without Ballast
@@ -126,6 +127,18 @@ static void *take(size_t len, size_t align) {
 static void give(void *at, size_t len) {
     pthread_mutex_lock(&lock);
     memset(used + ((char *)at - base) / PAGE, DIRTY, pages_of(len));
+    pthread_mutex_unlock(&lock);
+}
+
+/* Discards all free memory: what a program needed only to build its data is no part of the memory that it works on. */
+void realmem_trim(void) {
+    pthread_mutex_lock(&lock);
+    for (size_t page = 0, end; page < pages; page = end) {
+        for (end = page + 1; end < pages && used[end] == used[page];) end++;
+        if (used[page] != DIRTY) continue;
+        discard(base + page * PAGE, (end - page) * PAGE);
+        memset(used + page, FRESH, end - page);
+    }
     pthread_mutex_unlock(&lock);
 }
 

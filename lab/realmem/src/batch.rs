@@ -61,6 +61,8 @@ impl Batch {
         }
         let python =
             fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
+        // Arrays come and go: what the C library's allocator holds depends on the moment.
+        let memory = if matches!(memory, Memory::Private) { &Memory::Mapping } else { memory };
         let mut command = command(&python, dir.path(), memory, LIBRARY_MALLOC)?;
         command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
         command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1").stdout(Stdio::piped());

@@ -39,6 +39,8 @@ pub enum Memory {
     Huge,
     /// In a shared memfd.
     Shared,
+    /// In one private mapping, as a VMM has it that runs without Ballast.
+    Mapping,
     /// In one private mapping of a process that looks like a VMM (Firecracker), so that a daemon can adopt it.
     Vmm,
     /// In a shared memfd that is attached to a daemon.
@@ -139,11 +141,14 @@ pub(crate) fn command(program: &Path, dir: &Path, memory: &Memory, library: &[u8
             let vmm = dir.join("firecracker");
             fs::copy(LOADER, &vmm).with_context(|| format!("Copying {LOADER}"))?;
             let mut command = Command::new(vmm);
-            command.args((program != Path::new(LOADER)).then_some(program)).env("REALMEM_PRIVATE", "1");
+            command.args((program != Path::new(LOADER)).then_some(program));
             command
         }
         _ => Command::new(program),
     };
+    if matches!(memory, Memory::Mapping | Memory::Vmm) {
+        command.env("REALMEM_PRIVATE", "1");
+    }
     if matches!(memory, Memory::Huge) {
         command.env("MALLOC_CONF", "thp:always");
     }
