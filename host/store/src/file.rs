@@ -28,7 +28,6 @@ mod errors;
 mod faults;
 mod layout;
 mod limits;
-mod probe;
 mod reading;
 mod unread;
 
@@ -197,7 +196,7 @@ impl FileStore {
         }
         let reading = Reading::default();
         let wait = Wait { timeout: disk::read_timeout(u8::MAX), context: IoContext::GUEST };
-        match reading.read(&unfaulty, &[(spare, 1)], wait, |_| true, |_, _| true).first() {
+        match reading.read(&unfaulty, &[(spare, 1)], wait, |_, _| true).first() {
             Some(Came::Done { .. }) => {}
             Some(Came::Failed(error, _)) => return failed("reading", error),
             _ => return late("reading"),

@@ -96,8 +96,6 @@ pub(super) struct Batch {
     pub ring: Option<Ring>,
     pub pieces: Vec<Piece>,
     pub begun: Instant,
-    /// When the reads began, other blocks could be read.
-    pub began_beside_good: bool,
     /// When one of them was last asked for.
     pub asked: Instant,
 }
@@ -107,7 +105,6 @@ impl Batch {
         disk: &Disk,
         transfers: &mut Transfers,
         pieces: impl Iterator<Item = (u64, usize)>,
-        began_beside_good: bool,
     ) -> io::Result<Self> {
         let mut ring = transfers.for_reads()?;
         let begin = |(first, blocks): (u64, usize)| {
@@ -122,12 +119,12 @@ impl Batch {
         let pieces = pieces.map(begin).collect();
         ring.submit();
         let now = Instant::now();
-        Ok(Self { ring: Some(ring), pieces, begun: now, began_beside_good, asked: now })
+        Ok(Self { ring: Some(ring), pieces, begun: now, asked: now })
     }
 
     /// If a read of the batch failed, it did so by now.
     pub fn read(&self) -> FailedRead {
-        FailedRead { begun: self.begun, over: Instant::now(), began_beside_good: self.began_beside_good }
+        FailedRead { begun: self.begun, over: Instant::now() }
     }
 
     fn hand_over(disk: &Disk, ring: &mut Ring, transfer: Transfer, tries: usize) -> State {

@@ -18,9 +18,8 @@ use ballast_handover::arena::WORD_TODAY;
 use super::batch::Wait;
 use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
-use super::layout::{AREA_BLOCKS, spare_block};
+use super::layout::AREA_BLOCKS;
 use super::limits::{Limits, Refusal};
-use super::probe::Probe;
 use super::reading::{Came, Reading};
 use super::unread::Unread;
 use crate::alloc::{Allocator, Place};
@@ -62,7 +61,6 @@ pub(super) struct Inner {
     begun: BegunReads,
     reading: Reading,
     unread: Unread,
-    probe: Probe,
     /// Blocks of late writes in flight. Briefly below zero if a write ends before it is counted.
     late: AtomicIsize,
     /// The number of the next write of a block: random at first, so that no two openings have equal numbers.
@@ -94,9 +92,9 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits, unreadable_for: Duration) -> Self {
-        let (begun, reading, probe, late) = Default::default();
+        let (begun, reading, late) = Default::default();
         let (unread, next_write) = (Unread::new(unreadable_for), RandomState::new().hash_one(0).into());
-        Self { allocator, disk, limits, begun, reading, unread, probe, late, next_write }
+        Self { allocator, disk, limits, begun, reading, unread, late, next_write }
     }
 
     /// Drops bytes that were read and not asked for in a while.
@@ -303,10 +301,6 @@ impl Inner {
             return std::thread::sleep(PAUSE);
         }
         let bad = |wanted: &Wanted| self.unread.has_failed(wanted.block);
-        let is_background = context.reader == Reader::Background;
-        if is_background && wanted.iter().any(bad) && !self.unread.was_read_just_now() {
-            self.is_there(context);
-        }
         // Late or kept blocks are taken in the pieces in which they were read.
         let known = self.reading.known(&self.disk);
         let of = |wanted: &Wanted| known.iter().position(|known| known.has(wanted.block));
@@ -330,16 +324,6 @@ impl Inner {
         }
     }
 
-    /// Whether the device returns bytes now, by a read of another block.
-    fn is_there(&self, context: IoContext<'_>) -> bool {
-        let spare = spare_block(self.allocator.arena().slabs());
-        let is_there = self.probe.is_good(&self.disk, &self.reading, spare, context);
-        if is_there {
-            self.unread.read();
-        }
-        is_there
-    }
-
     /// Reads pieces and checks their pages.
     fn read(
         &self,
@@ -351,8 +335,7 @@ impl Inner {
     ) -> Vec<Came> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
         let (timeout, begun) = (self.read_timeout(pieces, context), Instant::now());
-        let was_there = |at: Instant| self.unread.was_there(at);
-        let came = self.reading.read(&self.disk, &sizes, Wait { timeout, context }, was_there, |number, pages| {
+        let came = self.reading.read(&self.disk, &sizes, Wait { timeout, context }, |number, pages| {
             let mut are_right = true;
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
@@ -363,7 +346,6 @@ impl Inner {
             are_right
         });
         if came.iter().any(|came| matches!(came, Came::Done { is_new: true })) {
-            self.unread.read();
             self.begun.took(begun.elapsed());
         }
         // A huge page needs all its blocks at once. So if one is late, the next wait is longer for each of them, even
@@ -378,8 +360,7 @@ impl Inner {
                     Came::Done { .. } if is_late => {}
                     Came::Done { .. } => drop(self.unread.forget(wanted.block)),
                     Came::Failed(error, read) => {
-                        let probe = || self.is_there(context);
-                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *read, context.reader, probe);
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *read, context.reader);
                     }
                     Came::Unsure | Came::Late | Came::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
@@ -418,7 +399,6 @@ impl Inner {
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
-        self.unread.read();
         self.unread.forget(block_of(place));
         self.reading.forget(&self.disk, (block_of(place), 1));
         *out = *page;

@@ -165,14 +165,12 @@ impl Reading {
     }
 
     /// Reads pieces, and waits for them. One outcome each, in order. For each `Done` piece, `take` was called with its
-    /// index and pages, and returned whether they are right. `was_there`: whether other blocks could be read just
-    /// before a time.
+    /// index and pages, and returned whether they are right.
     pub fn read(
         &self,
         disk: &Disk,
         pieces: &[(u64, usize)],
         wait: Wait<'_>,
-        was_there: impl Fn(Instant) -> bool,
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
         let since = Instant::now();
@@ -191,12 +189,11 @@ impl Reading {
                 is_late = true;
                 break;
             }
-            let is_beside_good = was_there(Instant::now());
             let begun = if disk.has_no_rings() {
                 Err(io::ErrorKind::PermissionDenied.into())
             } else {
                 let these = group.iter().map(|at| pieces[*at]);
-                Transfers::of_this_thread(|with| Batch::begin(disk, with, these, is_beside_good))
+                Transfers::of_this_thread(|with| Batch::begin(disk, with, these))
             };
             match begun {
                 Ok(mut batch) => {
@@ -212,8 +209,7 @@ impl Reading {
                 }
                 Err(error) => {
                     for at in group {
-                        let beside = (&error, was_there(Instant::now()));
-                        came[*at] = Self::without_ring(disk, pieces[*at], beside, |pages| take(*at, pages));
+                        came[*at] = Self::without_ring(disk, pieces[*at], &error, |pages| take(*at, pages));
                     }
                 }
             }
@@ -269,11 +265,11 @@ impl Reading {
     fn without_ring(
         disk: &Disk,
         piece: (u64, usize),
-        (error, began_beside_good): (&io::Error, bool),
+        error: &io::Error,
         take: impl FnOnce(&[PageBytes]) -> bool,
     ) -> Came {
         let begun = Instant::now();
-        let failed = || FailedRead { begun, over: Instant::now(), began_beside_good };
+        let failed = || FailedRead { begun, over: Instant::now() };
         // No ring for lack of memory: the caller repeats the read later.
         if !matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) {
             return Came::Failed(io::Error::new(error.kind(), error.to_string()), failed());
@@ -366,19 +362,6 @@ impl Reading {
     /// Whether a read of this block is late or kept.
     pub fn has(&self, block: u64) -> bool {
         self.lock().is_some_and(|mut batches| find(&mut batches, (block, 1)).is_some())
-    }
-
-    /// Drops the kept bytes of this block. Returns false if a read of it is in flight.
-    pub fn drop_if_over(&self, disk: &Disk, block: u64) -> bool {
-        let Some(mut batches) = self.lock() else { return true };
-        self.settle(&mut batches, Some(disk));
-        let Some((batch, at)) = find(&mut batches, (block, 1)) else { return true };
-        let is_over = !batch.pieces[at].is_under_way();
-        if is_over {
-            batch.pieces[at].wanted = 0;
-            self.settle(&mut batches, Some(disk));
-        }
-        is_over
     }
 }
 

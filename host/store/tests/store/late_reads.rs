@@ -24,8 +24,6 @@ use crate::common::{self, EIO, MIB, block_of, key};
 /// Longer than the first wait of any reader.
 const LONG: Duration = Duration::from_millis(150);
 const NEVER: DiskFault = DiskFault::Takes(Duration::MAX);
-/// The block that the probe reads.
-const SPARE: u64 = 64 * MIB / PAGE_SIZE as u64;
 
 struct Made {
     store: FileStore,
@@ -242,59 +240,6 @@ fn a_page_whose_error_takes_longer_than_any_wait_is_given_up() {
         assert_eq!(made.store.usage_detail().bad_blocks, 1);
         assert_eq!(get_at_last(0, handles[0]), GetOutcome::Found);
     }
-}
-
-#[test]
-fn in_the_background_bad_pages_are_given_up_but_not_those_of_an_absent_disk() {
-    let Some(made) = made_to_last(Duration::ZERO) else { return };
-    let get_at_last = |page, handle| get_at_last_in(IoContext::BACKGROUND, &made.store, page, handle);
-    let handles = put_run(&made.store, 0..64);
-    let blocks: Vec<u64> = handles.iter().map(|handle| block_of(*handle)).chain([SPARE]).collect();
-    let fail = |these: &[u64], fault| these.iter().for_each(|block| made.faults.fail_reads_of(*block, fault));
-    for _ in 0..20 {
-        fail(&blocks, Some(DiskFault::Errno(EIO)));
-        for (page, handle) in (0..).zip(&handles[..8]) {
-            assert_eq!(get_in(IoContext::BACKGROUND, &made.store, page, *handle), GetOutcome::Busy);
-        }
-        fail(&blocks, None);
-        // The others are read at once.
-        assert_eq!(get_at_last(63, handles[63]), GetOutcome::Found);
-    }
-    assert_eq!(made.store.usage_detail().bad_blocks, 0);
-    fail(&blocks[..8], Some(DiskFault::Errno(EIO)));
-    for (page, handle) in (0..).zip(handles) {
-        let expected = if page < 8 { GetOutcome::Corrupt } else { GetOutcome::Found };
-        assert_eq!(get_at_last(page, handle), expected, "page {page}");
-        made.store.free(key(page), handle);
-    }
-    assert_eq!(made.store.usage_detail().bad_blocks, 8);
-    made.store.validate().expect("valid");
-}
-
-#[test]
-fn the_pattern_in_the_spare_block_is_waited_for_no_longer_than_a_read_of_it() {
-    let Some(made) = made_to_last(Duration::ZERO) else { return };
-    let context = IoContext::BACKGROUND;
-    let handle = put_run(&made.store, 0..1)[0];
-    made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
-    made.faults.fail_reads_of(SPARE, None);
-    made.faults.fail_writes(1, DiskFault::Takes(LONG));
-    assert_eq!(get_in(context, &made.store, 0, handle), GetOutcome::Busy);
-    assert_eq!(made.faults.reads_of(SPARE), 1, "the pattern is late, so the block is not read once more");
-    assert_eq!(get_at_last_in(context, &made.store, 0, handle), GetOutcome::Corrupt, "then it is there");
-}
-
-#[test]
-fn errors_of_a_background_reader_do_not_count_for_a_guest_nor_the_reverse() {
-    let Some(made) = made_to_last(Duration::ZERO) else { return };
-    let handle = put_run(&made.store, 0..1)[0];
-    made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
-    made.faults.fail_reads_of(SPARE, Some(DiskFault::Errno(EIO)));
-    let is_busy = |_| get_in(IoContext::BACKGROUND, &made.store, 0, handle) == GetOutcome::Busy;
-    assert!((0..30).all(is_busy));
-    assert!((0..5).all(|_| get(&made.store, 0, handle) == GetOutcome::Busy), "five are too few");
-    assert!((0..30).all(is_busy));
-    assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Corrupt, "and the sixth is not");
 }
 
 #[test]

@@ -21,7 +21,7 @@ fn kept_bytes_are_dropped_though_nobody_reads_the_store_again() {
     let keep = |asked: Instant| {
         let state = State::Kept(Buffer::new(PAGE_SIZE).expect("memory"));
         let pieces = vec![Piece { first: 7, blocks: 1, wanted: 1, state }];
-        reading.keep(&disk, vec![Batch { ring: None, pieces, begun: asked, began_beside_good: true, asked }]);
+        reading.keep(&disk, vec![Batch { ring: None, pieces, begun: asked, asked }]);
     };
     keep(Instant::now());
     reading.drop_forgotten(&disk);
@@ -41,7 +41,7 @@ fn late_reads_of_all_stores_are_counted_and_many_leave_some_to_each_store() {
     let (stores, disk) = ([Reading::default(), Reading::default()], disk());
     let of_all = || LATE_OF_ALL.load(Ordering::Acquire);
     let wait = Wait { timeout: Duration::ZERO, context: IoContext::GUEST };
-    let read = |reading: &Reading, block| reading.read(&disk, &[(block, 1)], wait, |_| true, |_, _| true);
+    let read = |reading: &Reading, block| reading.read(&disk, &[(block, 1)], wait, |_, _| true);
     let before = of_all();
     for (count, block) in (1..).zip(0..8) {
         if let Some(faults) = &disk.faults {
