@@ -17,8 +17,6 @@ use crate::PutOutcome;
 
 /// After this number of failed writes in a row, the device counts as bad, instead of single blocks.
 const FAILURES_MAX: u64 = 16;
-/// 1 of this number of puts to a bad device tests whether it works again.
-const TRY_ONE_IN: u64 = 64;
 
 /// Why a put was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -46,9 +44,6 @@ pub enum Refusal {
     /// A write that failed.
     #[error("a write failed: {0}")]
     Failed(String),
-    /// Many writes that failed.
-    #[error("the last {0} writes failed; one put in 64 tries again")]
-    Broken(u64),
 }
 
 /// The word "today" has the day above these bits, and in them the blocks written on that day.
@@ -75,7 +70,6 @@ pub(crate) fn is_of_the_medium(error: &io::Error) -> bool {
 pub(crate) struct Limits {
     writes_per_day: AtomicU64,
     failures_in_a_row: AtomicU64,
-    puts_while_broken: AtomicU64,
     last: Mutex<Option<Refusal>>,
 }
 
@@ -84,7 +78,6 @@ impl Limits {
         Self {
             writes_per_day: AtomicU64::new(writes_per_day.0),
             failures_in_a_row: AtomicU64::new(0),
-            puts_while_broken: AtomicU64::new(0),
             last: Mutex::new(None),
         }
     }
@@ -118,7 +111,7 @@ impl Limits {
     pub(crate) fn refuse(&self, why: Refusal) -> PutOutcome {
         let outcome = match why {
             Refusal::Budget | Refusal::DiskFull(_) | Refusal::WritesPerDay { .. } => PutOutcome::Full,
-            Refusal::ReadOnly | Refusal::Late | Refusal::Failed(_) | Refusal::Broken(_) => PutOutcome::Busy,
+            Refusal::ReadOnly | Refusal::Late | Refusal::Failed(_) => PutOutcome::Busy,
         };
         *self.last.locked() = Some(why);
         outcome
@@ -127,12 +120,6 @@ impl Limits {
     /// Counts one block if it may be written, and returns the outcome if not. A counted block stays counted even if its
     /// write fails.
     pub(crate) fn may_write(&self, today: &AtomicU64) -> Option<PutOutcome> {
-        let failures = self.failures_in_a_row.load(Ordering::Relaxed);
-        if failures >= FAILURES_MAX
-            && !self.puts_while_broken.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRY_ONE_IN)
-        {
-            return Some(self.refuse(Refusal::Broken(failures)));
-        }
         self.count_write(today, day())
     }
 
@@ -150,7 +137,6 @@ impl Limits {
     pub(crate) fn wrote(&self) {
         if self.failures_in_a_row.load(Ordering::Relaxed) > 0 {
             self.failures_in_a_row.store(0, Ordering::Relaxed);
-            self.puts_while_broken.store(0, Ordering::Relaxed);
         }
     }
 
@@ -204,10 +190,10 @@ mod tests {
         for failure in 0..20 {
             assert_eq!(limits.write_failed(&eio), (PutOutcome::Busy, failure < FAILURES_MAX), "failure {failure}");
         }
-        let tried = (0..640).filter(|_| limits.may_write(&today).is_none()).count();
-        assert_eq!(tried, 10);
+        assert!(limits.refuses(&today));
+        assert_eq!(limits.may_write(&today), None, "it is tried again");
         limits.wrote();
-        assert_eq!(limits.may_write(&today), None);
+        assert!(!limits.refuses(&today));
         assert_eq!(limits.write_failed(&io::Error::from_raw_os_error(28)), (PutOutcome::Full, false), "ENOSPC");
     }
 }
