@@ -46,8 +46,7 @@ pub(crate) struct Allocator {
     with_room: Vec<Mutex<Vec<u32>>>,
     /// Slabs known to be FREE. Another process may free more.
     free: Mutex<Vec<u32>>,
-    /// RETIRING slabs that the next `settle` punches. At most `to_punch_max` wait if the budget is short; if it is 0,
-    /// each slab is punched at once.
+    /// RETIRING slabs that the next `settle` punches. At most `to_punch_max` wait if the budget is short.
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
 }
@@ -289,7 +288,7 @@ impl Allocator {
 
     /// Leaves a RETIRING slab to the next `settle`; punches the oldest one now if too many wait.
     fn put_off(&self, number: u32) {
-        let most = if self.to_punch_max == 0 || self.is_short() { self.to_punch_max } else { usize::MAX };
+        let most = if self.is_short() { self.to_punch_max } else { usize::MAX };
         let surplus = {
             let mut to_punch = self.to_punch.locked();
             to_punch.push_back(number);
@@ -336,9 +335,9 @@ impl Allocator {
     }
 
     /// Mark and sweep: keeps the slots that `live` names, frees the others, and corrects all counts. No other thread or
-    /// process may use the arena during this call. Slabs that it empties are punched at once, or with `later` by the
-    /// next `settle`, when others may use the arena again.
-    pub(crate) fn recover(&self, live: impl Iterator<Item = Place>, later: bool) -> Recovered {
+    /// process may use the arena during this call. The next `settle` punches the slabs that it empties, when others may
+    /// use the arena again.
+    pub(crate) fn recover(&self, live: impl Iterator<Item = Place>) -> Recovered {
         let mut report = Recovered::default();
         let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());
         let mut marks = vec![LiveSlots::default(); fresh as usize];
@@ -348,31 +347,28 @@ impl Allocator {
                 _ => report.missing += 1,
             }
         }
-        let (mut held, mut emptied, mut punched) = (0, Vec::new(), Vec::new());
+        let (mut held, mut emptied, mut free) = (0, Vec::new(), Vec::new());
         for (number, slots) in (0..fresh).zip(&marks) {
             let slab = self.arena.slab(number);
-            let (was, free_before) = (slab.count(), self.is_free(number));
-            let kept = if free_before && was == 0 { 0 } else { slab.sweep(slots) };
+            let was = slab.count();
+            if self.is_free(number) && was == 0 {
+                free.push(number);
+                continue;
+            }
+            let kept = slab.sweep(slots);
             report.kept_blobs += kept as u64;
             report.freed_slots += (was - kept) as u64;
-            if kept > 0 {
-                held += 1;
-                continue;
+            held += 1;
+            if kept == 0 {
+                emptied.push(number);
             }
-            report.freed_slabs += u64::from(!free_before);
-            // A FREE slab is punched too: a late read may have allocated one of its pages.
-            if later && !free_before { emptied.push(number) } else { punched.push(number) }
         }
-        for run in runs(&punched) {
-            if self.arena.punch(&run).is_ok() {
-                run.for_each(|number| self.arena.slab(number).retired());
-                continue;
-            }
-            let left = run.filter(|number| self.is_in(*number, Phase::Retiring)).count();
-            report.freed_slabs = report.freed_slabs.saturating_sub(left as u64);
-            held += left as u32;
+        report.freed_slabs = emptied.len() as u64;
+        for run in runs(&free) {
+            // A late read may have allocated one of its pages. If the kernel refuses, they stay allocated.
+            let _ = self.arena.punch(&run);
         }
-        self.arena.held_set(held + emptied.len() as u32);
+        self.arena.held_set(held);
         self.learn();
         self.to_punch.locked().extend(emptied);
         self.resync();

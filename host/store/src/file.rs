@@ -244,7 +244,8 @@ impl FileStore {
             }
             Named::Blob { place, .. } => Some(place),
         });
-        let mut report = inner.allocator.recover(places.chain(bad.iter().copied()), false);
+        let mut report = inner.allocator.recover(places.chain(bad.iter().copied()));
+        inner.allocator.settle(0);
         report.same_filled = same_filled;
         report.kept_blobs = report.kept_blobs.saturating_sub(bad.len() as u64);
         let arena = inner.allocator.arena();

@@ -39,10 +39,6 @@ pub struct RamOptions {
     /// Slabs of 64 KiB that a *new* arena has; an existing arena keeps its number. The file is sparse: the largest
     /// costs no memory, but 256 GiB of the 128 TiB of addresses of a process.
     pub max_slabs: u32,
-    /// Return memory in `tidy` and `usage`, not when `free` empties a slab. A punch takes 10 us, and a TLB shootdown on
-    /// each CPU that runs a thread of this process, and fault workers call `free`. Slabs that wait are charged, and
-    /// reused first; at most 16 MiB wait if the budget is short.
-    pub punch_later: bool,
 }
 
 /// The least slabs of a VM's arena, 64 GiB: 1,000 VMs with an arena and an index each fit into the addresses of a
@@ -51,13 +47,15 @@ const FEWEST_SLABS: u32 = 1 << 20;
 /// Bytes of arena per byte of the VM's RAM. A blob is smaller than a page, but a slab can be partly empty.
 const ARENA_PER_RAM: u64 = 4;
 
-/// Slabs that may wait for `tidy` if the budget is short: 16 MiB.
+/// Memory is returned in `tidy`, not when `free` empties a slab: a punch takes 10 us, and a TLB shootdown on each CPU
+/// that runs a thread of this process, and fault workers call `free`. Slabs that wait are charged, and reused first; at
+/// most this number waits if the budget is short: 16 MiB.
 const PUNCH_LATER_MAX: usize = 256;
 
 impl RamOptions {
-    /// LZ4 and the largest arena; memory is returned at once.
+    /// LZ4 and the largest arena.
     pub fn new(budget: Arc<Budget>) -> Self {
-        Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS, punch_later: false }
+        Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS }
     }
 
     /// Slabs of a new arena for a VM with this much RAM. If an arena is full, pages stay in RAM or go to the next
@@ -134,8 +132,7 @@ impl RamStore {
     }
 
     pub(crate) fn on(arena: Arena, options: RamOptions) -> Self {
-        let to_punch_max = if options.punch_later { PUNCH_LATER_MAX } else { 0 };
-        Self { allocator: Allocator::new(arena, options.budget, to_punch_max), codec: options.codec }
+        Self { allocator: Allocator::new(arena, options.budget, PUNCH_LATER_MAX), codec: options.codec }
     }
 
     /// After an unclean death: frees blobs that no live handle names, completes what was begun, and corrects the
@@ -143,12 +140,13 @@ impl RamStore {
     ///
     /// No other thread or process may use the arena during this call.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
-        self.sweep_and_punch(live, false)
+        let report = self.sweep_only(live);
+        self.allocator.settle(0);
+        report
     }
 
-    /// Like `sweep`; with `later`, the next `tidy` returns the memory of emptied slabs, when others may use the arena
-    /// again.
-    pub(crate) fn sweep_and_punch(&self, live: impl Iterator<Item = Handle>, later: bool) -> Recovered {
+    /// Like `sweep`; the next `tidy` returns the memory of emptied slabs, when others may use the arena again.
+    pub(crate) fn sweep_only(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
             Named::SameFilled(_) => {
@@ -157,7 +155,7 @@ impl RamStore {
             }
             Named::Blob { place, .. } => Some(place),
         });
-        let mut report = self.allocator.recover(places, later);
+        let mut report = self.allocator.recover(places);
         report.same_filled = same_filled;
         let arena = self.allocator.arena();
         arena.set_counter(Counter::LiveBlobs as usize, report.kept_blobs);

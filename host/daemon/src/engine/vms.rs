@@ -225,7 +225,7 @@ impl Engine {
             Compression::Lz4 => Codec::Lz4,
             Compression::Zstd => Codec::Zstd { level: 1 },
         };
-        let options = RamOptions { codec, punch_later: true, ..RamOptions::new(self.host.budget.clone()) };
+        let options = RamOptions { codec, ..RamOptions::new(self.host.budget.clone()) };
         let size = Bytes(state.regions().iter().map(|region| region.pages().bytes().0).sum());
         let own = RamOptions { max_slabs: RamOptions::slabs_for(size), ..options.clone() };
         let store = Arc::new(RamStore::open(arena, own).context("Opening the arena")?);

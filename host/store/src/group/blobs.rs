@@ -304,7 +304,7 @@ impl Group {
         index.by_content.retain(|_, blob| blob.references > 0);
         index.others.retain(|_, references| *references > 0);
         let live = index.by_content.values().map(|blob| blob.handle).chain(index.others.keys().copied());
-        self.ram.sweep_and_punch(live, true);
+        self.ram.sweep_only(live);
     }
 
     /// Adds the members that joined another engine to those missing here.

@@ -180,6 +180,8 @@ fn work(store: &impl Shared) {
             scope.spawn(move || churn(store, words, thread, rounds));
         }
     });
+    // Emptied memory that this process has put off is known to no other.
+    store.tidy();
 }
 
 struct Worker {

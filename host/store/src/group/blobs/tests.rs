@@ -55,8 +55,7 @@ fn a_sweep_gets_the_exclusive_lock_while_a_member_with_many_pages_joins() {
 #[test]
 fn while_a_sweep_runs_no_thread_punches_slabs_and_afterwards_they_are_returned() {
     let arena = ballast_handover::arena::create().expect("memfd");
-    let options = RamOptions { punch_later: true, ..RamOptions::new(Budget::new(Bytes(64 << 20))) };
-    let group = Group::open(&arena, options).expect("a group");
+    let group = Group::open(&arena, RamOptions::new(Budget::new(Bytes(64 << 20)))).expect("a group");
     let slabs = || group.usage().bytes / crate::SLAB_BYTES as u64;
     let handles: Vec<Handle> = (0..256)
         .map(|page| match group.put(&pages::incompressible(page)) {
