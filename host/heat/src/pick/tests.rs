@@ -161,37 +161,41 @@ fn a_call_examines_a_bounded_part_of_a_large_guest_and_later_calls_reach_its_end
     }
 }
 
+/// Regions of some units each, all present.
+struct Regions(RefCell<Vec<u64>>);
+
+impl Pages for Regions {
+    fn regions(&self) -> u32 {
+        self.0.borrow().len() as u32
+    }
+    fn len(&self, region: u32) -> u64 {
+        self.0.borrow()[region as usize] * PAGES_PER_UNIT
+    }
+    fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
+        (!range.is_empty()).then_some(range)
+    }
+    fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+        Some(0)
+    }
+    fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+}
+
 #[test]
 fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
-    struct Huge;
-    impl Pages for Huge {
-        fn regions(&self) -> u32 {
-            1
-        }
-        fn len(&self, _: u32) -> u64 {
-            5 * AT_ONCE * PAGES_PER_UNIT
-        }
-        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
-            (!range.is_empty()).then_some(range)
-        }
-        fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
-            Some(0)
-        }
-        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
-    }
+    let huge = Regions(RefCell::new(vec![5 * AT_ONCE]));
     let (mut source, mut out) = (source(), Vec::new());
-    source.pick(&Huge, 600, Pick::Cold, &mut out);
+    source.pick(&huge, 600, Pick::Cold, &mut out);
     let proposed: u64 = out.iter().map(|run| run.pages.count()).sum();
     assert_eq!((proposed, source.is_sorting()), (600, false));
 
     // All of the guest is in a loop, of which a round must not take one part after the other.
-    source.pick(&Huge, 64 * PAGES_PER_UNIT, Pick::Cold, &mut out);
+    source.pick(&huge, 64 * PAGES_PER_UNIT, Pick::Cold, &mut out);
     let units = || out.iter().map(|run| run.pages.start().unit());
     assert!(units().max().zip(units().min()).is_some_and(|(last, first)| last - first > 4 * AT_ONCE), "{out:?}");
     source.heat.lock().absorb(source.heat.now(), Phase::Coarse, &CycleReport::default());
     out.clear();
     let mut calls = 0;
-    while source.pick(&Huge, 600, Pick::Any, &mut out) {
+    while source.pick(&huge, 600, Pick::Any, &mut out) {
         calls += 1;
         assert_eq!((out.len(), source.is_sorting()), (0, true), "the coldest may be the last");
     }
@@ -201,23 +205,6 @@ fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
 
 #[test]
 fn a_round_takes_units_from_all_regions_and_none_twice_while_memory_is_plugged() {
-    /// Regions of some units each, all present.
-    struct Regions(RefCell<Vec<u64>>);
-    impl Pages for Regions {
-        fn regions(&self) -> u32 {
-            self.0.borrow().len() as u32
-        }
-        fn len(&self, region: u32) -> u64 {
-            self.0.borrow()[region as usize] * PAGES_PER_UNIT
-        }
-        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
-            (!range.is_empty()).then_some(range)
-        }
-        fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
-            Some(0)
-        }
-        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
-    }
     const REGIONS: u32 = 8;
     let table = Regions(RefCell::new(vec![AT_ONCE; REGIONS as usize]));
     let (mut source, mut offered) = (source(), std::collections::HashSet::new());

@@ -4,19 +4,17 @@
 
 use crate::common;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::RAM_STORE;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Extent, Extents, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::ram::RamFile;
 use ballast_sys::memfd;
-use ballast_testkit::NullStore;
-use common::{AMPLE, LIMIT, QUICK, Rig, churn, hammer, restore_for, until};
+use common::{AMPLE, LIMIT, QUICK, Rig, churn, restore_for, until};
 
 fn extent(file: u16, first: u64, pages: u64) -> Extent {
     Extent { file, offset: PageCount(first).bytes(), len: PageCount(pages).bytes() }
@@ -65,16 +63,6 @@ fn pages_of_others_in_the_file_do_not_count_as_the_vms() {
 }
 
 #[test]
-fn a_guest_that_keeps_writing_across_extents_reads_its_writes() {
-    let rig = Rig::of_extents(four(), AMPLE, Duration::from_millis(2));
-    (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));
-    rig.set_limit(Some(LIMIT));
-    let evicted = || rig.vm.stats().get(ballast_pager::vm::stats::Counter::FaultRestore) > 3000;
-    hammer(&rig, evicted);
-    rig.check_not_ram();
-}
-
-#[test]
 fn discarded_parts_of_extents_read_zeros_and_their_neighbours_keep_their_bytes() {
     let rig = Rig::of_extents(four(), AMPLE, QUICK).squeezed(LIMIT);
     // Across two borders, with a whole extent between them.
@@ -103,15 +91,6 @@ fn a_successor_finds_every_byte_of_every_extent() {
         rig.check_bytes();
         rig.squeeze(LIMIT);
     }
-    rig.check_not_ram();
-}
-
-#[test]
-fn pages_of_extents_go_to_a_file_store_and_come_back() {
-    let rig = Rig::spilling_extents(four(), AMPLE, Arc::new(NullStore::new(AMPLE)), Duration::from_millis(10))
-        .squeezed(LIMIT);
-    until("most of what is far is in the file store", || rig.count_in(FILE_STORE) > 4000);
-    rig.check_bytes();
     rig.check_not_ram();
 }
 

@@ -3,7 +3,7 @@
 
 use crate::common;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_base::store::RAM_STORE;
@@ -13,7 +13,7 @@ use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
-use common::{QUICK, Rig, disk, hammer, random, restore_for, until};
+use common::{QUICK, Rig, churn_by, disk, hammer, restore_for, until};
 
 const RAM: Bytes = Bytes(48 * MIB);
 const LIMIT: Bytes = Bytes(16 * MIB);
@@ -21,18 +21,6 @@ const AMPLE: Bytes = Bytes(96 * MIB);
 
 fn squeezed() -> Option<Rig> {
     Rig::huge(RAM, AMPLE, QUICK, None).map(|rig| rig.squeezed(LIMIT))
-}
-
-#[test]
-fn cold_huge_pages_are_evicted_and_restored_with_every_byte() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    rig.fill_all();
-    assert_eq!(rig.resident(), RAM);
-    rig.squeeze(LIMIT);
-    rig.check_bytes();
-    until("resident is at the limit again", || rig.resident() <= LIMIT);
-    assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
-    rig.count_exactly();
 }
 
 #[test]
@@ -71,37 +59,10 @@ fn a_huge_page_of_zeros_needs_no_copy_and_untouched_ones_stay_untouched() {
     assert!((third..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
 }
 
-/// Threads that read and write their own pages until `done`; every access is checked.
-fn churn(rig: &Rig, discards: bool, done: impl Fn() -> bool + Sync) {
+/// Threads that read and write their own huge pages until `done`; every access is checked.
+fn churn(rig: &Rig, discards: Option<u64>, done: impl Fn() -> bool + Copy + Send) {
     std::thread::scope(|scope| {
-        for thread in 0..3u64 {
-            let (rig, done) = (&rig, &done);
-            scope.spawn(move || {
-                let mut versions = vec![0u64; rig.pages as usize];
-                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
-                let mut step = 0u64;
-                while !done() {
-                    step += 1;
-                    // Each thread owns every third huge page.
-                    let huge = random(&state) % (rig.pages / PAGES_PER_UNIT / 3) * 3 + thread;
-                    let page = huge * PAGES_PER_UNIT + random(&state) % PAGES_PER_UNIT;
-                    let expected = versions[page as usize];
-                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
-                    versions[page as usize] = step << 16 | page;
-                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
-                    if discards && step.is_multiple_of(64) {
-                        let first = huge * PAGES_PER_UNIT;
-                        rig.discard(first..first + PAGES_PER_UNIT);
-                        versions[first as usize..][..PAGES_PER_UNIT as usize].fill(0);
-                    }
-                }
-                for (page, version) in versions.iter().enumerate() {
-                    if page as u64 / PAGES_PER_UNIT % 3 == thread {
-                        assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
-                    }
-                }
-            });
-        }
+        (0..3).for_each(|thread| drop(scope.spawn(move || churn_by(PAGES_PER_UNIT, discards, rig, thread, 3, done))));
     });
 }
 
@@ -110,7 +71,7 @@ fn a_guest_that_keeps_writing_and_discarding_huge_pages_reads_its_writes() {
     let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), None) else { return };
     rig.set_limit(Some(LIMIT));
     let gone = || rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::EvictedZero);
-    churn(&rig, true, || gone() > 200 * PAGES_PER_UNIT);
+    churn(&rig, Some(64), || gone() > 200 * PAGES_PER_UNIT);
     rig.count_exactly();
 }
 
@@ -129,7 +90,7 @@ fn huge_pages_move_to_a_file_and_are_restored_whole_while_the_guest_writes() {
     let soon = Duration::from_millis(5);
     let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), Some((disk(), soon))) else { return };
     rig.set_limit(Some(LIMIT));
-    churn(&rig, false, || rig.vm.stats().get(Counter::FaultFile) > 20);
+    churn(&rig, None, || rig.vm.stats().get(Counter::FaultFile) > 20);
     rig.fill_all();
     rig.squeeze(LIMIT);
     let region = rig.vm.region(0).expect("region");

@@ -156,19 +156,3 @@ fn huge_pages_of_all_stripes_are_evicted_and_restored_by_several_threads() {
     });
     rig.count_exactly();
 }
-
-#[test]
-fn a_worker_that_panics_starts_again_and_the_others_go_on() {
-    let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS).squeezed(Bytes(8 * MIB));
-    rig.hold_still();
-    rig.panics.store(2, Ordering::Relaxed);
-    std::thread::scope(|scope| {
-        for part in 0..4 {
-            let rig = &rig;
-            scope
-                .spawn(move || assert!((part..rig.pages).step_by(4).all(|page| rig.holds(page, 1)), "a byte was lost"));
-        }
-    });
-    assert!(rig.reported("worker-panic"));
-    rig.check_census();
-}

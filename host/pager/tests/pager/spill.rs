@@ -23,7 +23,7 @@ use ballast_pager::vm::stats::Counter;
 use ballast_store::{DiskFault, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, SlowStore, Store};
 use ballast_testkit::{Faults, FaultyStore, NullStore, PutFault};
 use ballast_testvm::Finally;
-use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, disk, faulty_disk, random, restore_for, until};
+use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, churn_by, disk, faulty_disk, random, restore_for, until};
 
 const NEVER: Duration = Duration::from_secs(100_000);
 
@@ -60,35 +60,11 @@ fn pages_that_are_far_for_long_move_to_the_file_and_are_restored_with_every_byte
 #[test]
 fn a_guest_that_writes_and_discards_while_pages_are_spilled_reads_its_writes() {
     const SPILLED: u64 = 10_000;
-    let rig = Rig::spilling(RAM, AMPLE, Duration::from_millis(1), disk(), Duration::from_millis(1));
+    let rig = &Rig::spilling(RAM, AMPLE, Duration::from_millis(1), disk(), Duration::from_millis(1));
     rig.set_limit(Some(Bytes(4 * MIB)));
+    let done = || rig.vm.stats().get(Counter::Spilled) >= SPILLED;
     std::thread::scope(|scope| {
-        for thread in 0..3u64 {
-            let rig = &rig;
-            scope.spawn(move || {
-                let mut versions = vec![0u64; rig.pages as usize];
-                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
-                let mut step = 0u64;
-                while rig.vm.stats().get(Counter::Spilled) < SPILLED {
-                    step += 1;
-                    // Each thread owns every third page.
-                    let page = random(&state) % (rig.pages / 3) * 3 + thread;
-                    let expected = versions[page as usize];
-                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
-                    if step.is_multiple_of(16) {
-                        rig.discard(page..page + 1);
-                        versions[page as usize] = 0;
-                        continue;
-                    }
-                    versions[page as usize] = step << 16 | page;
-                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
-                    rig.guest.words(page as usize * PAGE_SIZE + 8, 1)[0].store(step, Ordering::Relaxed);
-                }
-                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
-                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
-                }
-            });
-        }
+        (0..3).for_each(|thread| drop(scope.spawn(move || churn_by(1, Some(16), rig, thread, 3, done))));
     });
     rig.count_exactly();
 }
@@ -351,14 +327,6 @@ fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
     assert_eq!(error.raw_os_error(), Some(14), "{error}");
     until("the loss is reported", || rig.reported("page-lost"));
     assert_eq!(rig.state_of(lost), State::Poisoned);
-}
-
-#[test]
-fn pinning_restores_pages_of_the_file_too() {
-    let rig = spilled(disk());
-    restore_for(&rig.vm, Hold::Pinned).expect("pin");
-    assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
-    rig.check_bytes();
 }
 
 #[test]

@@ -51,29 +51,13 @@ fn hang<'scope, 'env>(
 }
 
 #[test]
-fn stores_that_hang_in_more_vms_than_there_are_cpus_delay_no_other_vm() {
+fn stores_that_hang_in_more_vms_than_there_are_cpus_delay_no_other_vm_and_list_no_thread_for_it() {
     let (hung, other) = (many(), squeezed());
     std::thread::scope(|scope| {
         let _end = Finally(|| hung.iter().for_each(|rig| rig.faults.release()));
         let guests = hang(&hung, scope);
         other.check_bytes();
         assert!(guests.iter().all(|guest| !guest.is_finished()));
-        hung.iter().for_each(|rig| rig.faults.release());
-        assert!(guests.into_iter().all(|guest| guest.join().expect("guest")), "wrong bytes");
-    });
-    for rig in hung.iter().chain([&other]) {
-        rig.check_bytes();
-        assert!(!rig.reported("fault-forgotten") && !rig.reported("worker-panic"));
-    }
-}
-
-#[test]
-fn a_thread_is_listed_for_the_vm_whose_fault_it_serves_and_for_no_other() {
-    let (hung, other) = (many(), squeezed());
-    std::thread::scope(|scope| {
-        let _end = Finally(|| hung.iter().for_each(|rig| rig.faults.release()));
-        let guests = hang(&hung, scope);
-        other.check_bytes();
         let listed: Vec<Vec<u32>> = hung.iter().map(|rig| rig.vm.state.threads()).collect();
         assert!(listed.iter().all(|threads| !threads.is_empty()), "{listed:?}");
         let is_of_a_hung_one = |thread: &u32| listed.iter().any(|threads| threads.contains(thread));
@@ -83,6 +67,10 @@ fn a_thread_is_listed_for_the_vm_whose_fault_it_serves_and_for_no_other() {
         hung.iter().for_each(|rig| rig.faults.release());
         assert!(guests.into_iter().all(|guest| guest.join().expect("guest")), "wrong bytes");
     });
+    for rig in hung.iter().chain([&other]) {
+        rig.check_bytes();
+        assert!(!rig.reported("fault-forgotten") && !rig.reported("worker-panic"));
+    }
 }
 
 #[test]

@@ -315,21 +315,6 @@ fn a_run_that_does_not_fit_is_stored_as_far_as_it_fits() {
 }
 
 #[test]
-fn a_full_disk_returns_full_and_stores_nothing() {
-    let Some(made) = made(64 * MIB) else { return };
-    let kept = put(&made.store, 0, &pages::incompressible(0));
-    made.faults.fail_writes(2, DiskFault::Errno(ENOSPC));
-    for page in 1..3 {
-        assert_eq!(made.store.put(key(page), &pages::incompressible(page)), PutOutcome::Full);
-    }
-    assert!(matches!(made.store.usage_detail().last_refusal, Some(Refusal::DiskFull(_))));
-    assert_eq!(made.store.usage().pages, 1);
-    put(&made.store, 3, &pages::incompressible(3));
-    must_hold(&made.store, 0, kept, &pages::incompressible(0));
-    made.store.validate().expect("valid");
-}
-
-#[test]
 fn a_block_that_cannot_be_written_is_never_used_again_not_even_by_a_successor() {
     let Some(made) = made(64 * MIB) else { return };
     let first = put(&made.store, 0, &pages::incompressible(0));
@@ -350,22 +335,6 @@ fn a_block_that_cannot_be_written_is_never_used_again_not_even_by_a_successor() 
     made.store.validate().expect("valid");
     assert_eq!(block(put(&made.store, 5, &pages::incompressible(5))), block(first) + 4);
     must_hold(&made.store, 0, first, &pages::incompressible(0));
-}
-
-#[test]
-fn a_page_is_not_given_up_before_the_errors_have_lasted_for_a_while() {
-    let Some(made) = made_to_last(Duration::from_secs(3600)) else { return };
-    let handles = put_run(&made.store, 0, &run_of(0..4));
-    made.faults.fail_reads(1000, DiskFault::Errno(EIO));
-    for _ in 0..50 {
-        assert_eq!(get(&made.store, 1, handles[1]).0, GetOutcome::Busy);
-    }
-    made.faults.forget();
-    let all_paths_are_back = Instant::now();
-    while get(&made.store, 1, handles[1]) != (GetOutcome::Found, pages::incompressible(1)) {
-        assert!(all_paths_are_back.elapsed() < Duration::from_secs(60), "the page is not read again");
-    }
-    assert_eq!(made.store.usage_detail().bad_blocks, 0);
 }
 
 #[test]
@@ -391,23 +360,6 @@ fn a_page_that_cannot_be_read_is_read_again_and_then_lost_and_its_block_retired(
     let outcomes = store.get_run(&key(0).run(handles[..2].iter().copied()), &mut out, IoContext::GUEST);
     assert_eq!(outcomes, [GetOutcome::Found; 2]);
     assert!(out == run_of(0..2));
-}
-
-#[test]
-fn short_transfers_are_continued_and_interrupted_ones_repeated() {
-    let Some(made) = made(64 * MIB) else { return };
-    for short in [512, 4096, 5120, 100 * 4096] {
-        made.faults.fail_writes(1, DiskFault::Short(short));
-        let handles = put_run(&made.store, 0, &run_of(0..128));
-        made.faults.fail_reads(1, DiskFault::Short(short));
-        let mut out = vec![[0; PAGE_SIZE]; 128];
-        let outcomes = get_run(&made.store, 0, &handles, &mut out);
-        assert!(outcomes == [GetOutcome::Found; 128] && out == run_of(0..128), "short by {short}");
-        for (page, handle) in (0u64..).zip(handles) {
-            made.store.free(key(page), handle);
-        }
-    }
-    must_be_empty(&made);
 }
 
 #[test]
@@ -515,20 +467,6 @@ fn a_closed_store_changes_nothing_when_its_last_write_is_done() {
 }
 
 #[test]
-fn a_late_get_is_busy_and_finds_the_page_later() {
-    let Some(made) = made(64 * MIB) else { return };
-    let handle = put(&made.store, 0, &pages::incompressible(0));
-    made.faults.fail_reads_of(block_of(handle), None);
-    // Longer than 0.1, 0.2 and 0.4 s.
-    made.faults.fail_reads(1, DiskFault::Takes(Duration::from_secs(1)));
-    for _ in 0..3 {
-        assert_eq!(get(&made.store, 0, handle).0, GetOutcome::Busy);
-    }
-    must_hold(&made.store, 0, handle, &pages::incompressible(0));
-    assert_eq!(made.faults.reads_of(block_of(handle)), 1, "it was read once");
-}
-
-#[test]
 fn on_a_slow_disk_each_page_is_found_and_after_a_quick_read_the_waits_are_short() {
     let Some(made) = made(64 * MIB) else { return };
     let tries = |page: u64, handle: Handle, takes: Duration| {
@@ -577,17 +515,6 @@ fn overwrite_a_byte(made: &Made, handle: Handle) {
     let file = File::from(memfd::reopen(std::os::fd::AsFd::as_fd(&made.file), true).expect("reopen"));
     file.write_all_at(&[1], block_of(handle) * PAGE_SIZE as u64 + 100).expect("write");
     file.sync_all().expect("sync");
-}
-
-#[test]
-fn damage_on_the_disk_is_noticed() {
-    let Some(made) = made(64 * MIB) else { return };
-    let handles = put_run(&made.store, 0, &run_of(0..3));
-    overwrite_a_byte(&made, handles[1]);
-    let outcome = (0..TRIES).map(|_| get(&made.store, 1, handles[1]).0).find(|outcome| *outcome != GetOutcome::Busy);
-    assert_eq!(outcome, Some(GetOutcome::Corrupt));
-    must_hold(&made.store, 0, handles[0], &pages::incompressible(0));
-    must_hold(&made.store, 2, handles[2], &pages::incompressible(2));
 }
 
 #[test]

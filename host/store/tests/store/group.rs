@@ -6,7 +6,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use ballast_base::wire::VmId;
@@ -378,34 +377,6 @@ fn equal_pages_are_stored_once_and_charged_by_their_shares() {
     members[1..].iter().for_each(GroupMember::end);
     assert_eq!((group.usage().references, group.usage().blobs), (0, 0));
     group.validate().expect("consistent");
-}
-
-#[test]
-fn a_corrupted_byte_costs_only_members_whose_words_name_its_blob() {
-    let arena = new_arena();
-    let group = Group::open(&arena, options()).expect("a group");
-    let [one, other] = [0, 1].map(|number| join(&group, &arena, vm(number), true));
-    let shared = stored(one.put(key(vm(0), 0), &bytes(2)));
-    assert_eq!(shared, stored(other.put(key(vm(1), 7), &bytes(2))));
-    let own = stored(other.put(key(vm(1), 8), &bytes(4)));
-    // The first blob is at the start of the first slab.
-    let file = std::fs::File::from(memfd::reopen(arena.as_fd(), true).expect("reopen"));
-    let at = arena::GROUP.slabs_start(SLABS) as u64 + 100;
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, at).expect("read");
-    file.write_all_at(&[byte[0] ^ 1], at).expect("write");
-    for (store, key) in [(&one, key(vm(0), 0)), (&other, key(vm(1), 7))] {
-        assert_eq!(get(store, key, shared).0, GetOutcome::Corrupt);
-    }
-    let (outcome, found) = get(&other, key(vm(1), 8), own);
-    assert!(outcome == GetOutcome::Found && *found == bytes(4));
-    // A put of those bytes stores a new blob, which is not damaged.
-    let again = stored(one.put(key(vm(0), 1), &bytes(2)));
-    let (outcome, found) = get(&one, key(vm(0), 1), again);
-    assert!(outcome == GetOutcome::Found && *found == bytes(2));
-    one.free(key(vm(0), 0), shared);
-    other.free(key(vm(1), 7), shared);
-    assert_eq!(get(&one, key(vm(0), 1), again).0, GetOutcome::Found);
 }
 
 #[test]

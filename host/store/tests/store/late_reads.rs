@@ -147,17 +147,6 @@ fn reads_that_never_end_leave_room_for_other_reads_and_more_for_guests() {
 }
 
 #[test]
-fn on_a_disk_with_only_late_reads_a_huge_page_is_read_and_each_block_only_once() {
-    let Some(made) = made() else { return };
-    let handles = put_run(&made.store, 0..512);
-    count(&made, &handles);
-    made.faults.fail_reads(8, DiskFault::Takes(LONG));
-    assert!(get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy));
-    get_run_at_last(&made.store, 0..512, &handles);
-    assert_eq!(reads(&made, &handles), [1; 512]);
-}
-
-#[test]
 fn the_pieces_of_a_huge_page_are_kept_until_the_last_one_is_there() {
     let Some(made) = made() else { return };
     let handles = put_run(&made.store, 0..512);

@@ -172,32 +172,6 @@ fn an_arena_of_a_newer_version_opens_if_it_may_and_is_refused_unchanged_if_not()
     assert!(words(&fd).contains(&"3f8=101010101010101".to_owned()), "and leaves what it does not know");
 }
 
-#[test]
-fn an_index_of_a_newer_version_opens_if_it_may_and_is_refused_unchanged_if_not() {
-    let Some((store, file, index)) = file_store() else { return };
-    let page = pages::incompressible(5);
-    let handle = put(&store, 9, &page);
-    drop(store);
-    let (readable, refused) = others(FileStore::FORMAT);
-    for stamp in refused {
-        set_stamp(&index, stamp);
-        let before = words(&index);
-        let said = FileStore::open(dup(&file), dup(&index), file_options()).expect_err("too new").to_string();
-        let Stamp { version, least_reader } = stamp;
-        let expected =
-            format!("a file store index: it has version {version} and needs a reader of at least {least_reader}");
-        assert!(said.contains(&expected), "{said}");
-        arena::file_of(&index).expect_err("nor is it asked for its file");
-        assert_eq!(words(&index), before, "who is refused changes nothing");
-    }
-    set_stamp(&index, readable);
-    let store = FileStore::open(file.as_fd().try_clone_to_owned().expect("dup"), dup(&index), file_options());
-    let store = store.expect("it may be read");
-    let mut out = [0; 4096];
-    assert_eq!((store.get(key(9), handle, &mut out, IoContext::GUEST), out == page), (GetOutcome::Found, true));
-    assert_eq!(stamp(&index), readable);
-}
-
 const ARENA: &str = "aa55aa55aa 100000000 100000400 | [2, 1, 1, 0, 2, 101, 0, 0] | 0=45524f54534c4142 8=100000001 10=4 \
     18=10000 20=2 28=2 1000=101 1008=1 1080=105 1088=1 10000=b5b5104f33890eeb 10008=104000833446287 \
     10010=123456789abcdef 20000=eed31910fc7bef64 20008=102005db96ee265 20010=5040302010034ff \

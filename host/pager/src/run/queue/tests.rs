@@ -45,22 +45,6 @@ fn a_group_with_many_ready_tasks_runs_no_longer_than_one_with_a_single_task() {
 }
 
 #[test]
-fn a_task_of_short_runs_has_as_much_time_as_one_of_long_ones() {
-    let mut queue = Queue::default();
-    let now = Instant::now();
-    let tasks = [queue.add_group(), queue.add_group()].map(|group| queue.add(group));
-    let runs = [MS / 20, 2 * MS];
-    let mut spent = [Duration::ZERO; 2];
-    for _ in 0..2000 {
-        let task = queue.take(now).expect("both have more to do");
-        let at = usize::from(task == tasks[1]);
-        spent[at] += runs[at];
-        queue.ran(task, runs[at], Next::Again);
-        assert!(spent[0].abs_diff(spent[1]) <= 4 * MS, "{spent:?}");
-    }
-}
-
-#[test]
 fn a_task_that_moves_between_queues_takes_its_debt_along() {
     let now = Instant::now();
     let (mover, others) = (TaskId::new(1), [TaskId::new(2), TaskId::new(3)]);

@@ -310,13 +310,6 @@ mod tests {
     }
 
     #[test]
-    fn a_page_touched_in_quarantine_is_skipped_even_if_the_guest_calls_it_cold() {
-        let (mut hints, _) = Hints::new(vec![run(100, 3, Kind::Anon, COLD)], &places());
-        let table = Table(RefCell::new(vec![Some(0), Some(touched(0)), Some(0)]), 1);
-        assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(0, 1), (2, 1)]);
-    }
-
-    #[test]
     fn one_pick_examines_a_bounded_part_of_a_run_that_covers_all_memory() {
         let count = MOST_EXAMINED + 10;
         let range = GuestRange { address: 0, offset: Bytes(0), len: Bytes(count << 12) };

@@ -170,13 +170,6 @@ impl Rig {
         Self::viewed(Setup { extents: Some(extents), ..setup })
     }
 
-    /// Like `of_extents`, with a file store to which pages move after this time.
-    pub fn spilling_extents(extents: Extents, store_budget: Bytes, file: Arc<dyn SlowStore>, after: Duration) -> Self {
-        let setup = Setup::new(extents.pages().bytes(), store_budget, Duration::from_millis(20));
-        let spill = Some((vec![file_tier(file)], after));
-        Self::viewed(Setup { extents: Some(extents), spill, ..setup })
-    }
-
     /// Like `of_extents`, of huge pages; `None` and a printed skip if there are none.
     pub fn huge_of_extents(extents: Extents, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
         let setup = Setup::new(extents.pages().bytes(), store_budget, quarantine);
@@ -740,19 +733,29 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
 /// One of `threads` threads of the guest: it owns every page whose number is its own, writes them at random until
 /// `done`, and checks each read.
 pub fn churn(rig: &Rig, thread: u64, threads: u64, done: impl Fn() -> bool) {
+    churn_by(1, None, rig, thread, threads, done);
+}
+
+/// Like [`churn`], with pages that are owned `granule` by `granule`. After each `discards` steps it discards one.
+pub fn churn_by(granule: u64, discards: Option<u64>, rig: &Rig, thread: u64, threads: u64, done: impl Fn() -> bool) {
     let mut versions = vec![0u64; rig.pages as usize];
     let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
     let mut step = 0u64;
     while !done() {
         step += 1;
-        let page = random(&state) % (rig.pages / threads) * threads + thread;
+        let first = (random(&state) % (rig.pages / granule / threads) * threads + thread) * granule;
+        let page = first + random(&state) % granule;
         let expected = versions[page as usize];
         assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
         versions[page as usize] = step << 16 | page;
         rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+        if discards.is_some_and(|discards| step.is_multiple_of(discards)) {
+            rig.discard(first..first + granule);
+            versions[first as usize..][..granule as usize].fill(0);
+        }
     }
-    for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(threads as usize) {
-        assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+    for (page, version) in (0..).zip(versions).filter(|(page, _)| page / granule % threads == thread) {
+        assert_eq!(rig.word(page).load(Ordering::Relaxed), version, "page {page} at the end");
     }
 }
 
