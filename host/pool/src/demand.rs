@@ -22,7 +22,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use crate::map::{Domain, GuestIdx, Mode, Request, VmId, request};
+use crate::map::{Domain, Mode, Request, VmId, request};
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent as FileExtent};
 use ballast_sys::memfd::{self, FileId};
@@ -178,7 +178,7 @@ impl Live {
                 // Of one domain, so that they share files, which no process has.
                 let domain = live.aside_domain().unwrap_or(domain);
                 live.name(names, id.get(), ASIDE)?;
-                let parts = request::on_one_node(&[(GuestIdx(0), slices)], node);
+                let parts = request::on_one_node(slices, node);
                 let request = Request { vm: VmId(id), domain, mode: Mode::Slices, parts };
                 if let Err(why) = live.pool.allocate(&request) {
                     live.names.remove(&id.get());

@@ -13,8 +13,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use crate::map::{
-    Dirty, Domain, Extent, FRAME_SLICES, GuestIdx, NodeIdx, NodeSpec, Part, Pool, Segment, SliceIdx, SliceState, VmId,
-    request,
+    Dirty, Domain, Extent, FRAME_SLICES, NodeIdx, NodeSpec, Part, Pool, Segment, SliceIdx, SliceState, VmId, request,
 };
 use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::pool::Nodes;
@@ -65,12 +64,8 @@ impl Live {
                 files.close_door(vm).during("Forgetting a VM that is gone")?;
             }
         }
-        let mut promises: Promises =
+        let promises: Promises =
             journal::load(&dir.join(promises::FILE)).during("Reading what is promised")?.unwrap_or_default();
-        let only = pool.layout().nodes().next().map_or(0, |(_, spec)| spec.numa);
-        for promise in promises.values_mut().filter(|promise| promise.parts.is_empty()) {
-            promise.parts = vec![(only, promise.slices)];
-        }
         let terms: Option<Terms> =
             journal::load(&dir.join(promises::TERMS_FILE)).during("Reading how much may be promised")?;
         let Terms { percent, .. } = terms.unwrap_or_default();
@@ -133,16 +128,15 @@ impl Live {
 
     /// Returns the nodes from which a VM's memory must come.
     pub(crate) fn parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<Part>, Error> {
-        let all = [(GuestIdx(0), slices)];
         match nodes {
             Nodes::Any => {}
-            Nodes::One(numa) => return Ok(request::on_one_node(&all, self.node(*numa)?)),
+            Nodes::One(numa) => return Ok(request::on_one_node(slices, self.node(*numa)?)),
             Nodes::Balanced(nodes) if nodes.is_empty() => {
                 return Err(Error::Request("no node is named that the memory is to be of".into()));
             }
             Nodes::Balanced(nodes) => {
                 let nodes = nodes.iter().map(|numa| self.node(*numa)).collect::<Result<Vec<_>, _>>()?;
-                return Ok(request::balanced(&all, &nodes));
+                return Ok(request::balanced(slices, &nodes));
             }
             Nodes::Split(parts) => {
                 let part = |(numa, size): &(u32, Bytes)| {
@@ -150,15 +144,15 @@ impl Live {
                     if !size.0.is_multiple_of(page.bytes()) {
                         return Err(Error::Request(format!("{size} of node {numa} is no multiple of {page}")));
                     }
-                    Ok((self.node(*numa)?, size.0 / page.bytes()))
+                    Ok((self.node(*numa)?, u32::try_from(size.0 / page.bytes()).unwrap_or(u32::MAX)))
                 };
                 let shares = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
-                let sum = shares.iter().fold(0u64, |sum, (_, share)| sum.saturating_add(*share));
+                let sum: u64 = shares.iter().map(|(_, share)| u64::from(*share)).sum();
                 if sum != u64::from(slices) {
                     let (parts, all) = (Bytes(sum.saturating_mul(self.page.bytes())), self.page.size(slices));
                     return Err(Error::Request(format!("the parts by nodes are {parts}; the VM wants {all}")));
                 }
-                return Ok(request::split(&all, &shares));
+                return Ok(request::split(&shares));
             }
         }
         let ready = |(node, spec): (NodeIdx, NodeSpec)| {
@@ -172,8 +166,8 @@ impl Live {
         // Takes the smallest node that is large enough, so that the others stay for larger VMs.
         let fits = nodes.iter().filter(|(_, free)| *free >= slices).min_by_key(|(_, free)| *free);
         Ok(match fits {
-            Some((node, _)) => request::on_one_node(&all, *node),
-            None => request::balanced(&all, &nodes.iter().map(|(node, _)| *node).collect::<Vec<_>>()),
+            Some((node, _)) => request::on_one_node(slices, *node),
+            None => request::balanced(slices, &nodes.iter().map(|(node, _)| *node).collect::<Vec<_>>()),
         })
     }
 

@@ -30,9 +30,7 @@ pub(crate) struct Promise {
     pub name: String,
     /// How much.
     pub slices: u32,
-    /// Its parts: the number of the node on the host, and how much of it. Each has a file. Empty in what programs of
-    /// before wrote, which knew one node.
-    #[serde(default)]
+    /// Its parts: the number of the node on the host, and how much of it. Each has a file.
     pub parts: Vec<(u32, u32)>,
 }
 
