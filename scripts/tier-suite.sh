@@ -1,11 +1,8 @@
 #!/bin/bash
 # Tiering inside a guest, for real: Debian's 6.12 in QEMU, with a fast and a slow NUMA node that HMAT tells apart.
 #
-#   tier-suite.sh            the tests of ballast-tier on two nodes, then `tier-guest check`
-#   tier-suite.sh WORDS...   `tier-guest WORDS...` in that guest instead: compare scattered 384 30 ours numab
-#
-# Environment: KERNEL (another kernel image), FAST and SLOW (256M, 512M), PROFILE (debug; release for measurements),
-#              QEMU_CPUS (2).
+# It runs the tests of ballast-tier on two nodes, then `tier-guest check`.
+# Environment: KERNEL (another kernel image), FAST and SLOW (256M, 512M), QEMU_CPUS (2).
 # The kernel is fetched once, into target/guest/trixie. Under emulation: times mean little, placement is real.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,22 +19,14 @@ kernel=${KERNEL:-$out/vmlinuz}
 [ -n "${KERNEL:-}" ] || scripts/guest-kernel.sh trixie "$out" || skip "the kernel cannot be fetched"
 
 target=target/static
-profile=${PROFILE:-debug}
 build() {
-    # Cargo's name of what it puts into `debug` is `dev`.
-    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
-        cargo build --target x86_64-unknown-linux-gnu --profile "${profile/debug/dev}" "$@"
+    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target cargo build --target x86_64-unknown-linux-gnu "$@"
 }
 build -p ballast-tierguest
-built=$target/x86_64-unknown-linux-gnu/$profile
-guest=$built/tier-guest
+build -p ballast-tier --tests
+built=$target/x86_64-unknown-linux-gnu/debug
 program() { ls -t "$built/deps/$1"-* | grep -v '\.d$' | head -n 1; }
-if [ $# -gt 0 ]; then
-    commands=("$guest $*")
-else
-    build -p ballast-tier --tests
-    commands=("$(program ballast_tier)" "$(program two_nodes)" "$guest check 256")
-fi
+commands=("$(program ballast_tier)" "$(program two_nodes)" "$built/tier-guest check 256")
 fast=${FAST:-256M} slow=${SLOW:-512M} last_cpu=$((${QEMU_CPUS:-2} - 1))
 mib() { numfmt --from=iec "$1" | awk '{ print $1 / 1048576 }'; }
 # Two nodes; latencies and bandwidths for HMAT, by which the kernel makes tiers.

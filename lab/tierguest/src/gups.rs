@@ -1,9 +1,8 @@
 //! The measured program: it does random updates of memory, most of them of its hot part.
 //!
 //! Before: it is started with a kind and a size. It writes `at ADDRESS` when all of its memory is present. After: it
-//! updates words until its input ends. `phase N` moves the heat. `count` writes the number of updates; where accesses
-//! are counted by page ([`crate::sections`]), `pages` writes a line and these numbers (4 bytes each, modulo 2^32).
-//! Threads: one updates words, one reads commands, one flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
+//! updates words until its input ends. `phase N` moves the heat. Threads: one updates words, one reads commands, one
+//! flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
 //! Promise: first, memory is touched once in the order of its addresses.
 //!
 //! Emulated CPUs need the flusher: their TLB holds all of the memory, so a monitor that clears accessed bits without a
@@ -11,17 +10,15 @@
 //! This empties the TLBs of the CPUs that run this program.
 
 use std::io::{self, BufRead, Write};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 use ballast_sys::Anon;
 
-use crate::counted::Counted;
 use crate::heat::{BLOCKS, HOT_SHARE, Kind, random};
-use crate::sections::Sections;
 
 const FLUSH_EVERY: Duration = Duration::from_millis(20);
 /// Pages that the flusher unmaps. The kernel flushes the whole TLB above its ceiling of 33 pages.
@@ -41,31 +38,14 @@ pub fn run(kind: Kind, mib: usize) -> Result<()> {
         bail!("{mib} MiB is too little: at least 16");
     }
     // One unit more, so that aligned units fit.
-    let memory = Arc::new(Anon::new((units + 1) * HUGE_SIZE).context("Mapping memory")?);
+    let memory = Anon::new((units + 1) * HUGE_SIZE).context("Mapping memory")?;
     for page in 0..units * HUGE_SIZE / PAGE_SIZE {
         word(&memory, page * PAGE_SIZE).store(1, Ordering::Relaxed);
     }
-    let (phase, count) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let phase = Arc::new(AtomicU64::new(0));
     let address = memory.addr().next_multiple_of(HUGE_SIZE);
-    let (worker_memory, worker_phase, worker_count) = (Arc::clone(&memory), Arc::clone(&phase), Arc::clone(&count));
-    let pages: Arc<Vec<AtomicU32>> = Arc::new((0..units * HUGE_SIZE / PAGE_SIZE).map(|_| AtomicU32::new(0)).collect());
-    let worker_pages = Arc::clone(&pages);
-    let (ready, is_ready) = mpsc::channel();
-    std::thread::spawn(move || {
-        if kind.is_counted() {
-            let word = |offset: usize| word(&worker_memory, offset);
-            let counted = Counted { word, words: units * HUGE_SIZE / 8, pages: &worker_pages };
-            let sections = Sections::build(&counted);
-            let _ = ready.send(());
-            let mut state = 5;
-            loop {
-                sections.look_up(&counted, &mut state);
-            }
-        }
-        let _ = ready.send(());
-        update(&worker_memory, kind, units, &worker_phase, &worker_count);
-    });
-    is_ready.recv().context("The worker")?;
+    let worker_phase = Arc::clone(&phase);
+    std::thread::spawn(move || update(&memory, kind, units, &worker_phase));
     std::thread::spawn(|| -> io::Result<()> {
         loop {
             let flushed = Anon::new(FLUSHED * PAGE_SIZE)?;
@@ -81,21 +61,13 @@ pub fn run(kind: Kind, mib: usize) -> Result<()> {
         let line = line?;
         match line.split_once(' ') {
             Some(("phase", number)) => phase.store(number.parse().context("a phase")?, Ordering::Relaxed),
-            _ if line == "pages" => {
-                let counts = pages.iter().flat_map(|count| count.load(Ordering::Relaxed).to_le_bytes());
-                let counts: Vec<u8> = counts.collect();
-                writeln!(out, "pages {}", counts.len())?;
-                out.write_all(&counts)?;
-            }
-            _ if line == "count" => writeln!(out, "count {}", count.load(Ordering::Relaxed))?,
             _ => bail!("no command: {line:?}"),
         }
-        out.flush()?;
     }
     Ok(())
 }
 
-fn update(memory: &Anon, kind: Kind, units: usize, phase: &AtomicU64, count: &AtomicU64) {
+fn update(memory: &Anon, kind: Kind, units: usize, phase: &AtomicU64) {
     const BLOCK: usize = HUGE_SIZE / BLOCKS;
     let mut state = 11;
     loop {
@@ -109,6 +81,5 @@ fn update(memory: &Anon, kind: Kind, units: usize, phase: &AtomicU64, count: &At
             let at = (random(&mut state) % (BLOCK as u64 / 8)) as usize * 8;
             word(memory, block * BLOCK + at).fetch_add(1, Ordering::Relaxed);
         }
-        count.fetch_add(BATCH, Ordering::Relaxed);
     }
 }

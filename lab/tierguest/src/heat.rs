@@ -22,8 +22,6 @@ pub enum Kind {
     Scattered,
     /// A hot eighth that moves in each phase.
     Moving,
-    /// Lookups of cross sections, as XSBench makes them ([`crate::sections`]); their accesses are counted.
-    Xs,
 }
 
 impl Kind {
@@ -33,7 +31,6 @@ impl Kind {
             "contiguous" => Some(Self::Contiguous),
             "scattered" => Some(Self::Scattered),
             "moving" => Some(Self::Moving),
-            "xs" => Some(Self::Xs),
             _ => None,
         }
     }
@@ -44,16 +41,10 @@ impl Kind {
             Self::Contiguous => "contiguous",
             Self::Scattered => "scattered",
             Self::Moving => "moving",
-            Self::Xs => "xs",
         }
     }
 
-    /// Is its heat known only by counting accesses?
-    pub fn is_counted(self) -> bool {
-        self == Self::Xs
-    }
-
-    /// Returns the hot blocks of `units` units in a phase; none where accesses are counted.
+    /// Returns the hot blocks of `units` units in a phase.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
         self.hot_units(units, phase).into_iter().flat_map(|unit| unit * BLOCKS..(unit + 1) * BLOCKS).collect()
     }
@@ -61,7 +52,6 @@ impl Kind {
     fn hot_units(self, units: usize, phase: u64) -> Vec<usize> {
         let count = (units / HOT_PART).max(1);
         match self {
-            Self::Xs => Vec::new(),
             Self::Contiguous => (units - count..units).collect(),
             Self::Moving => {
                 let at = (HOT_PART as u64 - 1 - phase % HOT_PART as u64) as usize * count;
