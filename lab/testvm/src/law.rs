@@ -1,7 +1,7 @@
-//! Arithmetic that guest and model share: the contents of memory, and the cells that operations take.
+//! The arithmetic of a guest: the contents of memory, and the cells that operations take.
 //!
-//! Before: a worker has its [`Params`]. After: `guest`, `programs` and `model` have contents of cells, cells of
-//! operations, hashes, random numbers and buckets. Threads: none. Units: as in `guest`, the parent module.
+//! Before: a worker has its [`Params`]. After: `guest` and `programs` have contents of cells, cells of operations,
+//! hashes, random numbers and buckets. Threads: none. Units: as in `guest`, the parent module.
 //! Promise: every function is pure, uses only `core` and cannot panic, also in a KVM vCPU.
 
 use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
@@ -45,12 +45,6 @@ const fn of_store(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
         2 if cells > 0 => op % cells,
         _ => below(random, cells),
     }
-}
-
-/// Fold one word into a checksum.
-#[inline]
-pub const fn fold(checksum: u64, word: u64) -> u64 {
-    (checksum ^ word).wrapping_mul(GOLDEN).rotate_left(29)
 }
 
 /// Returns the histogram bucket of a value. Buckets are exact below 8, then there are eight per power of two.

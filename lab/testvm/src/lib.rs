@@ -1,7 +1,7 @@
 //! A small test VM: it runs workloads with a known outcome on guest RAM that a pager may take away meanwhile.
 //!
 //! Before: `sys` gives memory files and mappings. After: integration tests, kill tests and benchmarks run workloads
-//! on a [`Vm`] while something takes its memory away, and compare the [`Outcome`] with the model's.
+//! on a [`Vm`] while something takes its memory away, and read the [`Outcome`].
 //! Threads: one per worker, native or in a KVM vCPU; `progress` and `stop` may be called from any thread meanwhile.
 //! Promise: a wrong word of guest RAM is reported when it is read, with page, offset, expected and found value, and its
 //! wrong bytes are counted in `wrong_bytes`. Old contents are wrong contents.
@@ -24,7 +24,6 @@ pub mod fuse;
 #[allow(unreachable_pub)]
 mod guest;
 mod kvm;
-mod model;
 mod outcome;
 pub mod park;
 mod private;

@@ -1,8 +1,7 @@
-//! The result of a run, and its comparison with the model.
+//! The result of a run.
 //!
 //! Before: `vm` collects the workers' results. After: the caller reads them, or prints one line of JSON.
-//! Threads: none. Units: in every key. Checksums and words are hexadecimal text, because JSON numbers lose bits.
-//! Promise: `is_right` is true only if no word was wrong *and* the run agrees with a model that never reads guest RAM.
+//! Threads: none. Units: in every key. Words are hexadecimal text, because JSON numbers lose bits.
 
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -23,12 +22,6 @@ pub enum GuestKind {
 pub struct Outcome {
     /// Operations done by all workers.
     pub ops: u64,
-    /// Hash of every word read.
-    #[serde(serialize_with = "hex")]
-    pub checksum: u64,
-    /// The checksum by the model.
-    #[serde(serialize_with = "hex")]
-    pub model_checksum: u64,
     /// Wrong bytes, counted each time they were read.
     pub wrong_bytes: u64,
     /// Words with wrong bytes.
@@ -43,9 +36,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Returns true if no byte was wrong, and the checksum equals the model's.
+    /// Returns true if no byte was wrong.
     pub fn is_right(&self) -> bool {
-        self.wrong_words == 0 && self.checksum == self.model_checksum
+        self.wrong_words == 0
     }
 }
 

@@ -6,8 +6,7 @@
 //! *slots* are version words in private memory.
 //! Promise: control flow depends on seeds and versions, never on the contents of guest RAM, so wrong data is reported
 //! and has no other effect. Every word that is read is compared with its expected value, which needs no table except
-//! `weights`. Nothing outside `core` is used, and nothing can panic. The model runs the same programs over memory that
-//! is right.
+//! `weights`. Nothing outside `core` is used, and nothing can panic.
 //!
 //! ```text
 //! graph   | state, a word a vertex | offsets | edges ....................................... |

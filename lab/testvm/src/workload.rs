@@ -1,6 +1,6 @@
 //! Workloads and their parameters, and the plan of each worker.
 //!
-//! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan, and `model` computes its outcome.
+//! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan.
 //! Threads: none. Units: operations are counted over all workers unless a comment says otherwise.
 //! Promise: a plan depends only on the spec, so the same spec gives the same operations in every kind of guest.
 
