@@ -3,17 +3,12 @@
 
 Usage: drive.py ADDRESS PICTURES [AXE] VM...
        drive.py ADDRESS PICTURES --broken TEXT...
-       drive.py ADDRESS PICTURES --watch SECONDS PID
-       drive.py ADDRESS PICTURES --cockpit VM LIMIT
   ADDRESS   what `ballast web` printed
   PICTURES  a directory for screenshots
   AXE       the file axe.min.js; without it the accessibility rules are not checked
   VM        names that must be in the list; the first one is opened
   TEXT      what the page must say of a broken host; after the line `broken` ballastd ends, and the
             page must say that, too
-  SECONDS   how long the page stays open; then it says what that cost
-  PID       the engine, whose CPU time is measured
-  LIMIT     what the VM is given by the form that the page has in Cockpit alone
 
 Needs Chromium and Python's standard library: the browser is driven over a pipe (DevTools protocol). Prints one line for
 each check, `name value`; exit code 1 and a line on standard error for the first that fails.
@@ -138,10 +133,6 @@ def main():
         try:
             if rest[:1] == ["--broken"]:
                 check_broken(browser, address, pictures, rest[1:])
-            elif rest[:1] == ["--watch"]:
-                watch(browser, address, pictures, float(rest[1]), int(rest[2]))
-            elif rest[:1] == ["--cockpit"]:
-                set_limit(browser, address, pictures, rest[1], rest[2])
             else:
                 check(browser, address, pictures, source, rest)
         finally:
@@ -161,59 +152,12 @@ def check_broken(browser, address, pictures, texts):
     browser.picture(f"{pictures}/gone.png")
 
 
-def open_page(browser, address):
+def check(browser, address, pictures, source, vms):
     browser.look(1280, 900, "light")
     start = time.monotonic()
     browser.ask("Page.navigate", url=address)
     browser.until("the page has figures", "document.body && document.body.dataset.ready === '1'")
     said("first_picture_s", round(time.monotonic() - start, 2))
-
-
-def set_limit(browser, address, pictures, vm, limit):
-    open_page(browser, address)
-    browser.until(f"{vm} is in the list", f"{button(vm)} !== undefined")
-    browser.value(f"{button(vm)}.click()")
-    browser.until("limits can be set", "!document.getElementById('limit-form').hidden")
-    browser.value(f"document.getElementById('limit-input').value = {json.dumps(limit)};"
-                  "document.getElementById('limit-form').requestSubmit()")
-    browser.until("the limit is set", "document.getElementById('limit-answer').textContent.length > 0")
-    said("answer", browser.value("document.getElementById('limit-answer').textContent"))
-    browser.picture(f"{pictures}/cockpit.png")
-    said("complaints", browser.complaints)
-
-
-def cpu_s(pid):
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def watch(browser, address, pictures, seconds, pid):
-    before = cpu_s(pid)
-    time.sleep(seconds)
-    said("engine_cpu_pct_without_page", round((cpu_s(pid) - before) / seconds * 100, 2))
-    open_page(browser, address)
-    browser.picture(f"{pictures}/many.png")
-    heap, before, updates = [], cpu_s(pid), []
-    for _ in range(10):
-        time.sleep(seconds / 10)
-        browser.ask("HeapProfiler.collectGarbage")
-        heap.append(browser.ask("Runtime.getHeapUsage")["usedSize"])
-        updates.append(float(browser.value("document.body.dataset.updateMs")))
-    said("engine_cpu_pct", round((cpu_s(pid) - before) / seconds * 100, 2))
-    said("rows", browser.value("document.querySelectorAll('#rows tr').length"))
-    said("update_ms", f"{sorted(updates)[5]} {max(updates)}")
-    said("heap_kib", " ".join(str(size >> 10) for size in heap))
-    # With many VMs the page updates every 5 s: as many updates as in an hour.
-    for _ in range(6):
-        browser.value("(async () => { for (let at = 0; at < 120; at++) await tick(); })()")
-        browser.ask("HeapProfiler.collectGarbage")
-        heap.append(browser.ask("Runtime.getHeapUsage")["usedSize"])
-    said("heap_kib_after_each_10_minutes_of_updates", " ".join(str(size >> 10) for size in heap[10:]))
-
-
-def check(browser, address, pictures, source, vms):
-    open_page(browser, address)
     for name in vms:
         browser.until(f"{name} is in the list", f"{button(name)} !== undefined")
     browser.until("the host has a chart", "document.querySelectorAll('#host-chart canvas').length > 0")
