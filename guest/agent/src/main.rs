@@ -61,8 +61,6 @@ Options:
       --port PATH   The virtio-serial port [default: the one named org.ballast.agent.0]
       --undo        Put back what an agent that was killed has set in the kernel, and end
       --tiering     Move memory of programs between the guest's nodes by how hot it is
-      --cgroup PATH, --not-cgroup PATH
-                    Tiering: programs below this control group alone; none of it (each may be there several times)
       --least-mib N, --programs N, --mib-per-s N
                     Tiering: smallest program (64), most programs (8), most that is promoted a second (256)
       --take-over   Tiering: switch the kernel's NUMA balancing off; else nothing moves while it promotes
@@ -90,8 +88,6 @@ fn options(words: impl Iterator<Item = String>) -> Result<Options, String> {
         let number = |text: String| text.parse::<u64>().map_err(|_| format!("{word}: {text:?} is no number"));
         match word.as_str() {
             "--port" => options.port = Some(value()?),
-            "--cgroup" => choice.cgroups.push(value()?),
-            "--not-cgroup" => choice.not_cgroups.push(value()?),
             "--least-mib" => choice.least = number(value()?)?.saturating_mul(1 << 20),
             "--programs" => choice.most = number(value()?)?.clamp(1, MOST_PROGRAMS) as usize,
             "--mib-per-s" => options.settings.most_bytes_per_s = number(value()?)?.saturating_mul(1 << 20),
@@ -158,10 +154,9 @@ mod tests {
     fn an_option_that_is_not_known_is_named() {
         let words = |words: &[&str]| options(words.iter().map(|word| (*word).to_owned()));
         assert_eq!(words(&["--port", "/dev/vport0p1"]).expect("known").port.as_deref(), Some("/dev/vport0p1"));
-        let tiering = words(&["--tiering", "--cgroup", "/db", "--least-mib", "16", "--programs", "99"]).expect("known");
+        let tiering = words(&["--tiering", "--least-mib", "16", "--programs", "99"]).expect("known");
         let choice = &tiering.settings.choice;
-        assert!(tiering.tiering && choice.cgroups == ["/db"], "{tiering:?}");
-        assert_eq!((choice.least, choice.most), (16 << 20, 32));
+        assert_eq!((tiering.tiering, choice.least, choice.most), (true, 16 << 20, 32));
         assert!(words(&["--least-mib", "many"]).expect_err("no number").contains("\"many\""));
         assert!(words(&["--port"]).is_err() && words(&["--prot"]).expect_err("unknown").contains("--prot"));
     }

@@ -22,15 +22,11 @@ pub struct Choice {
     pub least: u64,
     /// Most at a time, the largest first.
     pub most: usize,
-    /// Control groups (`/system.slice`) whose programs are managed, with those below; empty: all.
-    pub cgroups: Vec<String>,
-    /// Control groups whose programs are not managed, nor those below.
-    pub not_cgroups: Vec<String>,
 }
 
 impl Default for Choice {
     fn default() -> Self {
-        Self { least: 64 << 20, most: 8, cgroups: Vec::new(), not_cgroups: Vec::new() }
+        Self { least: 64 << 20, most: 8 }
     }
 }
 
@@ -69,24 +65,14 @@ fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Progra
     if resident < choice.least {
         return Ok(None);
     }
-    let (Some(stat), Some(groups), Some(environment)) = (read("stat")?, read("cgroup")?, read("environ")?) else {
-        return Ok(None);
-    };
-    let paths: Vec<&str> = groups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).collect();
-    let is_in = |group: &String| paths.iter().any(|path| is_below(path, group));
-    let wanted = choice.cgroups.is_empty() || choice.cgroups.iter().any(is_in);
-    if !wanted || choice.not_cgroups.iter().any(is_in) || environment.split('\0').any(|word| word == OPT_OUT) {
+    let (Some(stat), Some(environment)) = (read("stat")?, read("environ")?) else { return Ok(None) };
+    if environment.split('\0').any(|word| word == OPT_OUT) {
         return Ok(None);
     }
     // The name of a program may hold anything; what follows the last parenthesis does not.
     let Some((_, rest)) = stat.rsplit_once(") ") else { return Ok(None) };
     let start = rest.split_ascii_whitespace().nth(19).and_then(|word| word.parse().ok());
     Ok(start.map(|start| Program { pid, start, resident }))
-}
-
-fn is_below(path: &str, group: &str) -> bool {
-    let group = group.trim_end_matches('/');
-    path.strip_prefix(group).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// The memory of a program that can be classified, and where its pages are.
@@ -288,23 +274,22 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         }
     }
 
-    fn process(root: &std::path::Path, pid: u32, pages: u64, group: &str, environment: &str) {
+    fn process(root: &std::path::Path, pid: u32, pages: u64, environment: &str) {
         put(root, &format!("/proc/{pid}/statm"), &format!("{} {pages} 1 1 0 1 0\n", 2 * pages));
         let numbers: String = (0..30).map(|number| format!(" {}", number * 100 + pid)).collect();
         put(root, &format!("/proc/{pid}/stat"), &format!("{pid} (odd) name) S{numbers}\n"));
-        put(root, &format!("/proc/{pid}/cgroup"), &format!("0::{group}\n"));
         put(root, &format!("/proc/{pid}/environ"), environment);
     }
 
     #[test]
-    fn programs_are_chosen_by_size_control_group_and_their_own_word() {
+    fn programs_are_chosen_by_size_and_their_own_word() {
         let root = tempfile::tempdir().expect("directory");
         let files = Files::below(root.path());
-        process(root.path(), 10, 50_000, "/system.slice/redis", "A=1\0B=2\0");
-        process(root.path(), 11, 90_000, "/system.slice/db", "A=1\0BALLAST_TIERING=off\0");
-        process(root.path(), 12, 100, "/system.slice/small", "");
-        process(root.path(), 13, 70_000, "/user.slice", "");
-        process(root.path(), 14, 60_000, "/system.slicer", "");
+        process(root.path(), 10, 50_000, "A=1\0B=2\0");
+        process(root.path(), 11, 90_000, "A=1\0BALLAST_TIERING=off\0");
+        process(root.path(), 12, 100, "");
+        process(root.path(), 13, 70_000, "");
+        process(root.path(), 14, 60_000, "");
         put(root.path(), "/proc/self/statm", "1 1");
         let pids = |choice: &Choice| {
             choose(&files, choice).expect("chosen").iter().map(|program| program.pid).collect::<Vec<_>>()
@@ -312,8 +297,6 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         let all = Choice::default();
         assert_eq!(pids(&all), [13, 14, 10]);
         assert_eq!(pids(&Choice { most: 1, ..all.clone() }), [13]);
-        assert_eq!(pids(&Choice { cgroups: vec!["/system.slice/".into()], ..all.clone() }), [10]);
-        assert_eq!(pids(&Choice { not_cgroups: vec!["/user.slice".into()], ..all.clone() }), [14, 10]);
         let found = choose(&files, &all).expect("chosen");
         assert_eq!((found[2].start, found[2].resident), (1810, 50_000 * 4096));
     }
@@ -322,8 +305,8 @@ c000000000-c040000000 rw-p 00000000 00:00 0
     fn a_program_of_which_a_file_cannot_be_read_is_left_out_and_keeps_no_other_one_out() {
         let root = tempfile::tempdir().expect("directory");
         let files = Files::below(root.path());
-        for (pid, file) in [(10, "statm"), (11, "stat"), (12, "cgroup"), (13, "environ"), (14, "none")] {
-            process(root.path(), pid, 50_000, "/", "");
+        for (pid, file) in [(10, "statm"), (11, "stat"), (13, "environ"), (14, "none")] {
+            process(root.path(), pid, 50_000, "");
             let path = root.path().join(format!("proc/{pid}/{file}"));
             let _ = std::fs::remove_file(&path);
             std::fs::create_dir(&path).expect("a directory, which has no text");
@@ -335,7 +318,7 @@ c000000000-c040000000 rw-p 00000000 00:00 0
     #[test]
     fn programs_that_begin_and_end_while_they_are_looked_at_are_no_error() {
         let ends = std::sync::atomic::AtomicBool::new(false);
-        let (files, all) = (Files::default(), Choice { least: 0, most: usize::MAX, ..Choice::default() });
+        let (files, all) = (Files::default(), Choice { least: 0, most: usize::MAX });
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_tier::kernel_files::Files;
-use ballast_tier::programs::Choice;
 use ballast_tier::{EPOCH, Settings, Tierer, Tiers};
 
 use crate::heat::Kind;
@@ -138,7 +137,7 @@ fn says_no(mib: usize) -> Result<()> {
     step("a program that opts out, and a small one, are not managed");
     let _program = Program::start(Kind::Contiguous, mib, &[("BALLAST_TIERING", "off")])?;
     let _small = Program::start(Kind::Contiguous, 16, &[])?;
-    let mut tierer = Tierer::open(Settings { choice: Choice::default(), ..Settings::default() })?;
+    let mut tierer = Tierer::open(Settings::default())?;
     tierer.step()?;
     ensure!(tierer.status().programs == 0, "{:?}", tierer.status());
     Ok(())

@@ -128,7 +128,6 @@ impl Model {
         let resident = process.present().count();
         put(&self.root, &path("statm"), &format!("{resident} {resident} 0 0 0 0 0\n"));
         put(&self.root, &path("stat"), &format!("{pid} (p) S{}\n", format!(" {}", process.start).repeat(30)));
-        put(&self.root, &path("cgroup"), "0::/\n");
         put(&self.root, &path("environ"), "");
         let mut lines = BTreeMap::new();
         for (start, area) in &process.areas {
@@ -256,9 +255,8 @@ impl Model {
                 self.others[node] = self.random.below(room + 1);
             }
             13 => {
-                let (file, path) =
-                    (["statm", "stat", "environ", "maps", "cgroup"][random.below(5) as usize], &self.root);
-                let path = path.join(format!("proc/{pid}/{file}"));
+                let file = ["statm", "stat", "environ", "maps"][random.below(4) as usize];
+                let path = self.root.join(format!("proc/{pid}/{file}"));
                 let _ = std::fs::remove_file(&path);
                 if some == 0 {
                     let _ = std::fs::create_dir(&path);
