@@ -175,34 +175,6 @@ fn a_discard_returns_after_the_engine_has_replied() {
 }
 
 #[test]
-fn a_discard_that_no_engine_reads_fails_and_never_takes_effect_later() {
-    let Some((keeper, fd, map)) = machine() else { return };
-    let (client, session) = attached_as(impatient(builder(&keeper, &fd, &map)), &keeper);
-    let error = client.discard(&[(hva(map.addr()), pages(1))]).expect_err("nobody reads");
-    assert!(matches!(error, DiscardError::NoAnswer(_)), "{error}");
-    assert_eq!(word(&map, 0), 1, "the memory is unchanged");
-    // The next engine must not see it: its first message is the reply to its own ping.
-    session.ping(1);
-}
-
-#[test]
-fn a_discard_of_a_dying_engine_is_repeated_to_the_next() {
-    let Some((keeper, fd, map)) = machine() else { return };
-    let (client, session) = attached(&keeper, &fd, &map);
-    std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| client.discard(&[(hva(map.addr()), pages(1))]));
-        // The first engine reads it and dies; the keeper gives the next engine the socket.
-        let ClientToEngine::Discard { seq: lost, .. } = session.hear() else { panic!("not a discard") };
-        let ClientToEngine::Discard { seq, .. } = session.hear() else { panic!("not a discard") };
-        assert!(seq > lost);
-        session.tell(&EngineToClient::DiscardDone { seq: lost, error: None });
-        session.tell(&EngineToClient::DiscardDone { seq, error: None });
-        session.acknowledge_discards(|| waiting.is_finished());
-        waiting.join().expect("thread").expect("the next engine took it");
-    });
-}
-
-#[test]
 fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
     let Some((keeper, fd, map)) = machine() else { return };
     let (client, session) = attached(&keeper, &fd, &map);

@@ -115,17 +115,6 @@ fn a_unit_that_an_engine_restored_is_freed_without_a_message_until_its_next_zap(
 }
 
 #[test]
-fn a_discard_that_the_vmm_does_not_hold_asks_as_ever() {
-    let Some(stage) = stage(true) else { return };
-    let range = (stage.base, pages(1));
-    std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| stage.client.discard(&[range]));
-        assert_eq!(stage.session.acknowledge_discards(|| waiting.is_finished()), [range]);
-        waiting.join().expect("thread").expect("acknowledged");
-    });
-}
-
-#[test]
 fn a_process_that_joins_a_vm_asks_for_all_that_it_frees() {
     let Some(stage) = stage(false) else { return };
     assert!(stage.asks(0, 0) && stage.asks(3, 0));

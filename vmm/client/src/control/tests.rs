@@ -156,21 +156,6 @@ fn a_discard_with_a_reply_is_not_sent_on_a_new_socket() {
 }
 
 #[test]
-fn a_new_socket_gets_the_waiting_discards() {
-    let (control, old) = connected();
-    std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(20), || ()));
-        read(&old);
-        let new = Arc::new(Pair::new().expect("pair"));
-        control.replace(new.clone());
-        let ClientToEngine::Discard { seq, .. } = read(&new) else { panic!("not a discard") };
-        control.discard_done(seq, Ok(()));
-        reply_to_all(&control, &new, || waiting.is_finished());
-        waiting.join().expect("no panic").expect("answered on the new socket");
-    });
-}
-
-#[test]
 fn no_discard_that_failed_was_ever_read_by_an_engine() {
     use std::collections::HashSet;
     use std::sync::atomic::{AtomicBool, Ordering};
