@@ -41,6 +41,6 @@ pub use pool::{Hit, Invalid, Pool, Tenant};
 pub use request::{Grant, Part, Refused, Request, Segment};
 pub use state::{Content, SliceState};
 pub use stats::NodeStats;
-pub use unit::{Domain, Extent, FRAME_SLICES, GuestIdx, Mode, NodeIdx, SLICE_SIZE, SliceIdx, VmId};
+pub use unit::{Domain, Extent, FRAME_SLICES, GuestIdx, Mode, NodeIdx, SliceIdx, VmId};
 pub use words::Words;
 pub use zero::{Dirty, Zeroed};

@@ -7,10 +7,6 @@
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroU64};
 
-use ballast_base::HUGE_SIZE;
-
-/// Bytes in a slice.
-pub const SLICE_SIZE: u64 = HUGE_SIZE as u64;
 /// Slices in a frame, which is 1 GiB.
 pub const FRAME_SLICES: u32 = 512;
 
@@ -89,13 +85,6 @@ impl fmt::Display for Extent {
 /// Guest-physical memory in units of 2 MiB: 0 is the guest's first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestIdx(pub u32);
-
-impl GuestIdx {
-    /// The guest-physical address of its first byte.
-    pub const fn address(self) -> u64 {
-        self.0 as u64 * SLICE_SIZE
-    }
-}
 
 /// The index of a node in the pool's own table. Its number on the host is [`crate::map::NodeSpec::numa`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -9,7 +9,7 @@ use crate::map::pool::Pool;
 use crate::map::state::{Content, Move, SliceState};
 use crate::map::unit::{Extent, FrameIdx, SliceIdx};
 use crate::map::words::Words;
-use crate::map::zero::{Dirty, ZeroRun, Zeroed};
+use crate::map::zero::{Dirty, Zeroed};
 
 impl<W: Words> Pool<W> {
     /// Returns up to `most` dirty slices of one brick, for a worker to zero. No other worker gets them until they come
@@ -26,25 +26,17 @@ impl<W: Words> Pool<W> {
         Some(Dirty(extent, self.run))
     }
 
-    /// Takes zeroed slices, which can now be handed out. One whose memory failed meanwhile stays out of service.
+    /// Takes zeroed slices, which can now be handed out. One whose memory failed meanwhile stays out of service. A
+    /// worker of another run has none: its slices are dirty, or another worker's.
     pub fn clean(&mut self, zeroed: Zeroed) {
-        self.end_zeroing(Move::Clean, zeroed.0, zeroed.1);
-    }
-
-    /// Takes slices that were not zeroed; another worker may try.
-    pub fn put_back(&mut self, dirty: Dirty) {
-        self.end_zeroing(Move::Stop, dirty.0, dirty.1);
-    }
-
-    /// Take slices from a worker of this run. One of another run has none: its slices are dirty, or another worker's.
-    fn end_zeroing(&mut self, by: Move, extent: Extent, run: ZeroRun) {
+        let Zeroed(extent, run) = zeroed;
         if run != self.run {
             return;
         }
         let was_exposed = |at: &SliceIdx| self.exposed.contains(at);
         let all: Vec<SliceIdx> = extent.each().collect();
         for part in all.chunk_by(|one, next| was_exposed(one) == was_exposed(next)) {
-            let by = if by == Move::Clean && was_exposed(&part[0]) { Move::Stop } else { by };
+            let by = if was_exposed(&part[0]) { Move::Stop } else { Move::Clean };
             let extent = Extent { start: part[0], slices: part.len() as u32 };
             intent::run(&mut self.table, Intent::Range { by, extent });
         }

@@ -84,34 +84,6 @@ fn pages_of_a_gib_are_handed_out_kept_while_anybody_has_them_and_come_back_zeroe
 }
 
 #[test]
-fn pages_of_a_gib_are_lent_and_taken_back_and_a_change_whose_author_died_is_undone() {
-    let Some(place) = Place::of(Page::Gib) else { return };
-    let Some(mut reserve) = pool(&place) else { return };
-    let held = grant(&mut reserve, "vm", 1 << 10);
-    reserve.lend(Bytes(2 * GIB), Some(place.node())).expect("lend");
-    assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (1, GIB), "a VM has the other one");
-    assert!(reserve.overview().notes[0].contains("1 GiB of 2 GiB are lent"), "{:?}", reserve.overview().notes);
-    reserve.set_lending(Some(Bytes(1536 * MIB))).expect("set");
-    assert_eq!(reserve.lending().expect("read").expect("set").most, Bytes(GIB), "whole pages");
-    reserve.set_lending(None).expect("set");
-    drop(reserve);
-    // It had noted that no page of this size is anybody else's, and set the number.
-    let (host, node) = (ballast_pool::Host::default().with(Page::Gib), place.node());
-    let others = host.pages(node).expect("pages").total - 1;
-    std::fs::write(place.dir().join("journal.json"), format!("{{\"{node}\":{others}}}")).expect("write");
-    host.change_pages(node, 1).expect("change");
-    let mut reserve = place.open();
-    assert_eq!(place.pages(), 1, "the kernel keeps a page that nobody knows of");
-    drop(held);
-    assert_eq!(reserve.tend().expect("tend"), 1);
-    reserve.lend(Bytes(0), None).expect("take back");
-    zero_all(&mut reserve);
-    let (back, notes) = (sum(&reserve, |node| node.ready), reserve.overview().notes);
-    assert!(back == 2 * GIB || notes.iter().any(|note| note.contains("in one piece each of 1 GiB")), "{notes:?}");
-    reserve.validate().expect("valid");
-}
-
-#[test]
 fn a_page_of_a_gib_and_a_hole_are_told_apart_by_any_byte_of_it() {
     let Some(place) = Place::of(Page::Gib) else { return };
     let Some(mut reserve) = pool(&place) else { return };

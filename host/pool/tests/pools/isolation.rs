@@ -152,26 +152,6 @@ fn whatever_is_kept_of_a_brick_keeps_it_from_every_other_vm() {
 }
 
 #[test]
-fn a_shared_memory_file_lets_its_mapping_grow_which_is_why_a_brick_is_one_vms() {
-    let file = ballast_sys::memfd::create("ballast-test", Bytes(2 * MIB)).expect("memfd");
-    let all = Mapping::shared(&file, 0, 2 * MIB as usize).expect("map");
-    mark(&all);
-    let at = raw_map(&file, PAGE_SIZE);
-    // The descriptor is no use to it.
-    drop(file);
-    // SAFETY: the mapping was just made and is moved to where there is room; it is read within its new length.
-    unsafe {
-        let grown = libc::mremap(at, PAGE_SIZE, 2 * PAGE_SIZE, libc::MREMAP_MAYMOVE);
-        assert_ne!(grown, libc::MAP_FAILED);
-        assert_eq!(grown.byte_add(PAGE_SIZE).cast::<u64>().read_volatile(), SECRET, "what its neighbour wrote");
-        let moved = libc::syscall(libc::SYS_remap_file_pages, grown, PAGE_SIZE, 0, 7, 0);
-        assert_eq!(moved, 0, "{}", io::Error::last_os_error());
-        assert_eq!(grown.cast::<u64>().read_volatile(), SECRET, "page 7 of the file");
-        libc::munmap(grown, 2 * PAGE_SIZE);
-    }
-}
-
-#[test]
 fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_free() {
     let Some(place) = Place::new() else { return };
     let Some(mut reserve) = place.pool(32, 16) else { return };

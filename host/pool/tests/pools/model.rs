@@ -425,22 +425,6 @@ fn where_only_2_whole_gib_are_left_the_rest_of_3_5_is_slices() {
 }
 
 #[test]
-fn a_released_slice_is_nobodys_before_it_was_zeroed() {
-    let mut pool = ready(1);
-    pool.allocate(&request(0, Mode::Slices, 512)).expect("all of it");
-    pool.release(vm(0)).expect("release");
-    let said = pool.allocate(&request(1, Mode::Slices, 1)).expect_err("all of it is dirty").to_string();
-    assert!(said.contains("it wants 1 slices, and 0 are ready for it (512 are to be zeroed"), "{said}");
-    let dirty = pool.next_dirty(10).expect("dirty");
-    assert!(pool.allocate(&request(1, Mode::Slices, 1)).is_err(), "a worker has it");
-    let (dirty, ()) = dirty.zero(|_| Err(())).expect_err("it could not");
-    pool.put_back(dirty);
-    assert!(pool.allocate(&request(1, Mode::Slices, 1)).is_err(), "the worker has not zeroed it");
-    zero_all(&mut pool);
-    pool.allocate(&request(1, Mode::Slices, 512)).expect("all of it");
-}
-
-#[test]
 fn what_a_vm_could_write_beside_its_slices_is_zeroed_before_another_one_gets_it() {
     let mut pool = ready(1);
     // A brick of the second VM's domain, of which it has one slice.

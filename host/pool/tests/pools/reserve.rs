@@ -2,7 +2,6 @@
 
 use crate::common;
 
-use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
@@ -125,36 +124,6 @@ fn a_page_that_a_pipe_holds_is_given_to_nobody() {
         assert!(reserve.finish(done), "the page is free now");
     }
     assert_eq!(reserve.overview().waiting, Bytes(0));
-    reserve.validate().expect("valid");
-}
-
-#[test]
-fn who_keeps_only_the_name_of_a_file_keeps_its_memory_and_the_next_owner_gets_another() {
-    use rustix::fs::{Mode as Rights, OFlags, open};
-    let Some(place) = Place::new() else { return };
-    let Some(mut reserve) = place.pool(32, 16) else { return };
-    let held = grant(&mut reserve, "spy", 32);
-    search_and_mark(&map(&held));
-    let name = |file: &std::os::fd::OwnedFd| {
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        open(path, OFlags::PATH | OFlags::CLOEXEC, Rights::empty()).expect("its place")
-    };
-    let names: Vec<_> = held.files.iter().map(name).collect();
-    drop(held);
-    // Such a descriptor is no opening, and may become one at any time: its VM is not gone.
-    assert_eq!((reserve.tend().expect("tend"), sum(&reserve, |node| node.used)), (0, 32 * MIB));
-    let again = ballast_sys::memfd::reopen(names[0].as_fd(), true).expect("opened again");
-    drop(names);
-    assert_eq!(reserve.tend().expect("tend"), 0);
-    drop(again);
-    assert_eq!(reserve.tend().expect("tend"), 1);
-    zero_all(&mut reserve);
-    let next = grant(&mut reserve, "next", 32);
-    assert_eq!(search_and_mark(&map(&next)), 0);
-    drop(next);
-    assert_eq!(reserve.tend().expect("tend"), 1);
-    zero_all(&mut reserve);
-    assert_eq!((place.pages(), sum(&reserve, |node| node.ready)), (16, 32 * MIB));
     reserve.validate().expect("valid");
 }
 
