@@ -1,16 +1,13 @@
 //! Chunks: the parts of a run of pages that one request can carry, and a write of one that was sent.
 //!
 //! Before: the store has pages to keep. After: each part is of one chunk, and so of one slot.
-//! Threads: any; only the end of a write waits. Units: pages.
-//! Promise: the parts are the run, in order and without gaps. The cluster keeps no page of a write of one chunk that
-//! nobody ended.
+//! Threads: any. Units: pages. Promise: the parts are the run, in order and without gaps.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_base::PageIdx;
-use ballast_store::{Handle, PageKey, PutOutcome, Store};
+use ballast_store::{Handle, PageKey};
 
 use crate::name::CHUNK_PAGES;
 use crate::request::{Sent, Values};
@@ -47,42 +44,4 @@ pub fn parts(first: PageKey, len: usize) -> impl Iterator<Item = Range<usize>> {
 /// Returns the blobs of a part of a run, if there are any.
 pub fn of_part<'a>(blobs: &'a [Vec<u8>], part: &Range<usize>) -> &'a [Vec<u8>] {
     blobs.get(part.clone()).unwrap_or_default()
-}
-
-/// Waits until the pages of a write are stored.
-type End = Box<dyn FnOnce(Write) -> Result<Handle, PutOutcome> + Send>;
-
-/// A write under way. If it is dropped, its pages are freed.
-pub struct UnderWay {
-    store: Arc<dyn Store>,
-    write: Option<(Write, End)>,
-}
-
-impl UnderWay {
-    /// A write to this store, which `end` waits for.
-    pub fn new(
-        store: Arc<dyn Store>,
-        write: Write,
-        end: impl FnOnce(Write) -> Result<Handle, PutOutcome> + Send + 'static,
-    ) -> Self {
-        Self { store, write: Some((write, Box::new(end))) }
-    }
-
-    /// Waits for its outcome, which is that of each of its pages.
-    pub fn end(mut self) -> PutOutcome {
-        let Some((write, end)) = self.write.take() else { return PutOutcome::Busy };
-        end(write).map_or_else(|outcome| outcome, PutOutcome::Stored)
-    }
-}
-
-/// Only a panic drops one that was not ended. The pages are waited for: keys that are unlinked before the server has
-/// read all of the write would be stored afterwards.
-impl Drop for UnderWay {
-    fn drop(&mut self) {
-        let Some((write, end)) = self.write.take() else { return };
-        let (first, count) = (write.first, write.count);
-        if let Ok(handle) = end(write) {
-            (0..count as usize).for_each(|page| self.store.free(plus(first, page), handle));
-        }
-    }
 }

@@ -16,7 +16,7 @@ use ballast_store::IoContext;
 use ballast_sys::lock::Lock;
 
 use crate::link::{Access, Link};
-use crate::map::{NODES_MAX, SlotMap};
+use crate::map::SlotMap;
 use crate::nodes::{Kind, Node, NodeFigures, is_late};
 use crate::refusal::Addr;
 use crate::resp::Commands;
@@ -120,12 +120,6 @@ impl Cluster {
         let mut nodes = self.nodes.locked();
         if let Some(node) = nodes.get(addr) {
             return node.clone();
-        }
-        // Servers name any address in redirections.
-        if nodes.len() >= 2 * NODES_MAX {
-            let map = self.map();
-            let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
-            nodes.retain(|addr, _| known.contains(addr));
         }
         let node = Arc::new(Node::new(addr.clone()));
         nodes.insert(addr.clone(), node.clone());
@@ -329,15 +323,5 @@ mod tests {
         assert_eq!(set(Duration::ZERO).expect("the map is new"), 2);
         set(TOO_OLD).expect_err("it may have more");
         assert_eq!(cluster.map().primary(0), Some(&primary), "pages are read by it all the same");
-    }
-
-    #[test]
-    fn addresses_that_servers_make_up_are_forgotten() {
-        let cluster = cluster();
-        for port in 1..=u16::MAX {
-            cluster.node(&Addr { host: "127.0.0.1".into(), port });
-        }
-        assert!(cluster.figures().len() <= 2 * NODES_MAX);
-        assert_eq!(cluster.figures()[0].0.port, 1, "a node of the settings stays");
     }
 }

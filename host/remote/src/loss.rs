@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
-use crate::map::{NODES_MAX, SlotMap};
+use crate::map::SlotMap;
 use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
@@ -101,9 +101,6 @@ fn elected(cluster: &Cluster, slot: u16, context: IoContext<'_>) -> io::Result<(
         // Any node that one of them names may have the page.
         let named = shard.replicas.iter().chain(&shard.primary);
         nodes.extend(named.filter(|node| known.insert((*node).clone())).cloned());
-        if nodes.len() > NODES_MAX {
-            return Err(io::Error::other("the primaries name more nodes than a cluster can have"));
-        }
     }
     let votes = |owner: &Addr| owners.iter().flatten().filter(|other| *other == owner).count();
     let Some(owner) = owners.iter().flatten().find(|owner| votes(owner) * 2 > voters).cloned() else {

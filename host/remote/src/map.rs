@@ -21,7 +21,7 @@ pub struct Shard {
 }
 
 /// Limit of nodes, and of shards, in a cluster. The cluster specification advises against more than 1,000.
-pub const NODES_MAX: usize = 2048;
+const NODES_MAX: usize = 2048;
 
 /// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

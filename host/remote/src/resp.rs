@@ -8,6 +8,7 @@
 //! whole reply, so a server that sends a byte now and then delays a fault for hours. Its parser accepts any length that
 //! a server states. And it allocates once for each page of a run.
 
+use std::io::Write;
 use std::ops::Range;
 
 /// Limit of buffered reply bytes, more than 4,096 pages need.
@@ -45,27 +46,20 @@ impl Commands {
     /// Begins a command of this many words, which follow.
     pub fn begin(&mut self, words: usize) {
         self.count += 1;
-        self.number(b'*', words);
+        self.number('*', words);
     }
 
     /// Adds the next word.
     pub fn word(&mut self, word: &[u8]) {
-        self.number(b'$', word.len());
+        self.number('$', word.len());
         self.bytes.extend_from_slice(word);
         self.bytes.extend_from_slice(b"\r\n");
     }
 
-    /// Adds a number in decimal, after its mark. There are two for each page.
-    fn number(&mut self, mark: u8, mut number: usize) {
-        let (mut digits, mut at) = ([b'0'; 20], 19);
-        while number > 9 {
-            digits[at] = b'0' + (number % 10) as u8;
-            (number, at) = (number / 10, at - 1);
-        }
-        digits[at] = b'0' + number as u8;
-        self.bytes.push(mark);
-        self.bytes.extend_from_slice(&digits[at..]);
-        self.bytes.extend_from_slice(b"\r\n");
+    /// Adds a number after its mark.
+    fn number(&mut self, mark: char, number: usize) {
+        // A vector takes all that is written.
+        let _ = write!(self.bytes, "{mark}{number}\r\n");
     }
 
     /// Returns the number of commands; each has one reply.

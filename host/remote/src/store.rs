@@ -27,7 +27,7 @@ use ballast_sys::lock::Lock;
 
 use crate::begun::Begun;
 use crate::budget::{RemoteBudget, Share};
-use crate::chunk::{UnderWay, Write, of_part, parts, plus};
+use crate::chunk::{Write, of_part, parts, plus};
 use crate::cluster::Cluster;
 use crate::garbage::Garbage;
 use crate::generation::Generations;
@@ -223,10 +223,14 @@ impl RemoteStore {
         self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy })
     }
 
-    /// Sends pages of one chunk, and waits until they are stored: all or none.
+    /// Waits until the pages of a chunk that was sent are stored: all or none.
+    fn outcome(&self, sent: Result<Write, PutOutcome>) -> PutOutcome {
+        sent.and_then(|write| self.end_chunk(write)).map_or_else(|outcome| outcome, PutOutcome::Stored)
+    }
+
+    /// Sends pages of one chunk, and waits until they are stored.
     fn put_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> PutOutcome {
-        let stored = self.begin_chunk(first, pages, blobs).and_then(|write| self.end_chunk(write));
-        stored.map_or_else(|outcome| outcome, PutOutcome::Stored)
+        self.outcome(self.begin_chunk(first, pages, blobs))
     }
 
     /// Stores a run of pages. `blobs` is as for [`SlowStore::begin_put`]: the payloads are sent as they are.
@@ -413,14 +417,9 @@ impl SlowStore for RemoteStore {
             self.put_blobs(first, &pages[..end], blobs.get(..end).unwrap_or_default(), &mut outcomes);
         }
         let sent = self.begin_chunk(plus(first, last.start), &pages[last.clone()], of_part(blobs, &last));
-        let end = {
-            let store = self.clone();
-            move |write| store.end_chunk(write)
-        };
-        let write = sent.map(|write| UnderWay::new(self, write, end));
         Box::new(move |all| {
             all.append(&mut outcomes);
-            all.resize(all.len() + last.len(), write.map_or_else(|outcome| outcome, UnderWay::end));
+            all.resize(all.len() + last.len(), self.outcome(sent));
         })
     }
 
