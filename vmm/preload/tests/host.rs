@@ -287,17 +287,6 @@ fn a_qemu_that_is_spawned_without_the_library_does_not_start_or_is_reported() {
 }
 
 #[test]
-fn a_refused_pin_refuses_the_call() {
-    let Some(mut stage) = stage() else { return };
-    std::thread::scope(|scope| {
-        let said = scope.spawn(|| stage.host.ask("send"));
-        stage.session.request();
-        stage.session.answer(&KeeperToClient::Refused("not today".into()));
-        assert_eq!(said.join().expect("thread"), "EAGAIN");
-    });
-}
-
-#[test]
 fn unmapped_ram_is_not_zapped_and_a_whole_region_is_removed_first() {
     let Some(mut stage) = stage() else { return };
     let base = stage.session.whole(0).0;
