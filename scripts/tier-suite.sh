@@ -20,7 +20,8 @@ kernel=${KERNEL:-$out/vmlinuz}
 
 target=target/static
 build() {
-    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target cargo build --target x86_64-unknown-linux-gnu "$@"
+    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
+        cargo build --target x86_64-unknown-linux-gnu "$@"
 }
 build -p ballast-tierguest
 build -p ballast-tier --tests

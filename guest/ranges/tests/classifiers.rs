@@ -1,7 +1,7 @@
 //! What every classifier promises of any samples, and what the paper claims of its own (Demeter §3.2.1).
 
 use ballast_ranges::{Fitted, Roots, SAMPLE, UNIT, rank};
-use ballast_testkit::published::{Classifier, Parameters, Published};
+use ballast_testkit::published::{Classifier, Published};
 use proptest::prelude::*;
 
 const TIB: u64 = 1 << 40;
@@ -13,7 +13,7 @@ fn roots(ranges: &[(u64, u64)]) -> Roots {
 }
 
 fn both(ranges: &[(u64, u64)]) -> [Box<dyn Classifier>; 2] {
-    [Box::new(Published::new(roots(ranges), Parameters::of(1))), Box::new(Fitted::new(roots(ranges)))]
+    [Box::new(Published::new(roots(ranges), 1)), Box::new(Fitted::new(roots(ranges)))]
 }
 
 fn random(state: &mut u64) -> u64 {
@@ -109,7 +109,7 @@ proptest! {
 #[test]
 fn as_published_2_mib_in_64_tib_are_found_by_some_25_splits_in_13_s_with_fewer_than_50_ranges() {
     const SPOT: u64 = 16 * TIB + 45 * TIB + 3 * UNIT;
-    let mut published = Published::new(roots(&[ROOTS[1]]), Parameters::of(4));
+    let mut published = Published::new(roots(&[ROOTS[1]]), 4);
     let mut epochs = 0;
     let found = |classifier: &dyn Classifier| {
         let hottest = rank(classifier.ranges())[0];

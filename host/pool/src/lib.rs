@@ -20,8 +20,8 @@
 //!
 //! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
 //! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
-//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits. A slice also
-//! waits while the kernel counts a surplus page of another program as reserved: it converts surplus pages first when the
+//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits. A slice waits,
+//! too, while the kernel counts a surplus page of another program as reserved: it converts surplus pages first when the
 //! pool grows, or when a VM of the pool ends.
 //!
 //! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's

@@ -11,25 +11,10 @@ use ballast_ranges::{Fitted, Range, Roots, SAMPLE};
 /// Most ranges. The paper states no bound and sees fewer than 50.
 pub const MOST_RANGES: usize = 4096;
 
-/// The paper's parameters (§3.2.1, §5.2.3).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Parameters {
-    /// Times `tau_split` times vCPUs: how many more accesses than a neighbour a range must have.
-    pub alpha: u64,
-    /// See `alpha`.
-    pub tau_split: u64,
-    /// Two empty neighbours are one range again after this number of splits elsewhere. Not in the paper.
-    pub tau_merge: u64,
-    /// CPUs that make accesses.
-    pub vcpus: u64,
-}
-
-impl Parameters {
-    /// Returns the paper's parameters for a guest with this number of CPUs.
-    pub const fn of(vcpus: u64) -> Self {
-        Self { alpha: 2, tau_split: 15, tau_merge: 8, vcpus }
-    }
-}
+/// `alpha` times `tau_split` (§3.2.1, §5.2.3): how many more accesses than a neighbour a range must have, times vCPUs.
+const SPLIT: u64 = 2 * 15;
+/// Two empty neighbours are one range again after this number of splits elsewhere. Not in the paper.
+const TAU_MERGE: u64 = 8;
 
 #[derive(Clone, Copy, Debug)]
 struct Leaf {
@@ -60,7 +45,8 @@ pub trait Classifier {
 #[derive(Clone, Debug)]
 pub struct Published {
     roots: Roots,
-    parameters: Parameters,
+    /// CPUs that make accesses.
+    vcpus: u64,
     /// Ascending; they tile the roots.
     leaves: Vec<Leaf>,
     /// Ranges of the last epoch.
@@ -72,10 +58,10 @@ pub struct Published {
 
 impl Published {
     /// Starts with one range for each root.
-    pub fn new(roots: Roots, parameters: Parameters) -> Self {
+    pub fn new(roots: Roots, vcpus: u64) -> Self {
         let leaf = |(first, units)| Leaf { first, units, count: 0, born: 0, empty_since: Some(0) };
         let leaves = roots.spans().map(leaf).collect();
-        let mut made = Self { roots, parameters, leaves, ranges: Vec::new(), epoch: 0, splits: 0 };
+        let mut made = Self { roots, vcpus, leaves, ranges: Vec::new(), epoch: 0, splits: 0 };
         made.publish();
         made
     }
@@ -90,8 +76,7 @@ impl Published {
     }
 
     fn split(&mut self) {
-        let Parameters { alpha, tau_split, vcpus, .. } = self.parameters;
-        let threshold = alpha.saturating_mul(tau_split).saturating_mul(vcpus);
+        let threshold = SPLIT * self.vcpus;
         let counts: Vec<u64> = self.leaves.iter().map(|leaf| leaf.count).collect();
         let neighbour = |at: Option<usize>| at.and_then(|at| counts.get(at)).copied().unwrap_or(0);
         let mut room = MOST_RANGES.saturating_sub(self.leaves.len());
@@ -115,8 +100,8 @@ impl Published {
     }
 
     fn merge(&mut self) {
-        let (splits, tau_merge) = (self.splits, self.parameters.tau_merge);
-        let is_old = |leaf: &Leaf| leaf.empty_since.is_some_and(|since| splits - since >= tau_merge);
+        let splits = self.splits;
+        let is_old = |leaf: &Leaf| leaf.empty_since.is_some_and(|since| splits - since >= TAU_MERGE);
         let roots: Vec<u64> = self.roots.spans().map(|(first, _)| first).collect();
         let mut merged: Vec<Leaf> = Vec::with_capacity(self.leaves.len());
         for leaf in &self.leaves {

@@ -11,7 +11,7 @@ mod host;
 use anyhow::Result;
 use ballast_base::{GIB, PAGE_SIZE};
 use ballast_ranges::{Fitted, Roots, UNIT};
-use ballast_testkit::published::{Classifier, Parameters, Published};
+use ballast_testkit::published::{Classifier, Published};
 
 use crate::cpu;
 use crate::report::Row;
@@ -75,10 +75,8 @@ fn cost(row: &mut Row, memory: u64, epochs: u64) -> Result<()> {
     let samples: [(Vec<u64>, &str); 2] = [(of_guest, "classifier_cpu_pct"), (anywhere, "classifier_cpu_pct_anywhere")];
     let roots = || Roots::new(&[HEAP, (MAPPINGS_END - MAPPINGS, MAPPINGS_END)]).expect("two ranges apart");
     for (samples, key) in samples {
-        let classifiers: [(&str, Box<dyn Classifier>); 2] = [
-            ("", Box::new(Fitted::new(roots()))),
-            ("_published", Box::new(Published::new(roots(), Parameters::of(VCPUS)))),
-        ];
+        let classifiers: [(&str, Box<dyn Classifier>); 2] =
+            [("", Box::new(Fitted::new(roots()))), ("_published", Box::new(Published::new(roots(), VCPUS)))];
         for (suffix, mut classifier) in classifiers {
             let mut shares = Vec::new();
             for _ in 0..6 {
