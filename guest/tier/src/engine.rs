@@ -18,7 +18,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ballast_ranges::relocate::{self, Limits, Tier};
 use ballast_ranges::{Fitted, SAMPLE, rank};
@@ -33,8 +33,8 @@ use crate::mover::{Became, Mover, Order};
 use crate::nodes::{Tiers, usage};
 use crate::programs::{choose, memory};
 use crate::settings::{EPOCH, Settings, Unavailable};
+use crate::source::SampleSource;
 use crate::source::damon::Damon;
-use crate::source::{SampleSource, Samples};
 use crate::status::{Status, TierStatus};
 use crate::unit::PAGE;
 use crate::watched::{Watched, index_of};
@@ -166,13 +166,11 @@ impl Tierer {
         self.status.epochs += 1;
         self.sample()?;
         self.look();
-        let before = clock::cpu_time();
         self.watched.iter_mut().for_each(Watched::end_epoch);
         let watched = &self.watched;
         let recent = |pid, address| Some(watched[index_of(watched, pid)?].classifier.recent(address));
         let new = |pid| Some(watched[index_of(watched, pid)?].new);
         self.worth.judge(self.status.epochs, recent, new);
-        self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         if self.status.aside.is_none() && self.is_known() && Instant::now() >= self.plan_again {
             self.relocate()?;
         }
@@ -227,28 +225,14 @@ impl Tierer {
         let watched = &mut self.watched;
         watched.iter_mut().for_each(Watched::begin);
         let (mut samples, mut hits, mut known) = (0u64, 0.0, 0.0);
-        let mut cpu = Duration::ZERO;
-        let mut batch: Vec<(usize, u64, Samples)> = Vec::new();
-        let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, Samples)>| {
-            let before = clock::cpu_time();
-            for (at, address, samples) in batch.drain(..) {
-                watched[at].record(address, samples.count, samples.each);
-            }
-            cpu += clock::cpu_time() - before;
-        };
         self.source.take(&mut |pid, address, found| {
             let Some(at) = index_of(watched, pid) else { return };
             samples += u64::from(found.count);
             if let Some(share) = watched[at].pages.fast_share(address) {
                 (hits, known) = (hits + share * f64::from(found.count), known + f64::from(found.count));
             }
-            batch.push((at, address, found));
-            if batch.len() >= 4096 {
-                record(watched, &mut batch);
-            }
+            watched[at].record(address, found.count, found.each);
         })?;
-        record(watched, &mut batch);
-        self.status.classifier_cpu_us += cpu.as_micros() as u64;
         self.status.samples += samples;
         self.status.fast_hit_pct = (known > 0.0).then(|| hits / known * 100.0);
         Ok(())
@@ -289,10 +273,8 @@ impl Tierer {
             reserve: (reserve + short).saturating_add(self.asked),
             most: most.max(1),
         };
-        let before = clock::cpu_time();
         let programs = self.watched.iter().map(|watched| (watched.rounds(epoch), watched.classifier.ranges()));
         let ranked = rank(&ranges_of(programs));
-        self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         let most = |watched: &Watched| self.worth.most(watched.program.pid, limits.most);
         let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
         let plan = relocate::plan(&ranked, &pages, limits);

@@ -55,8 +55,6 @@ pub struct Status {
     pub moves: Moves,
     /// CPU time of all this.
     pub cpu_us: u64,
-    /// CPU time of classifying alone.
-    pub classifier_cpu_us: u64,
     /// CPU time of the kernel's monitor for it.
     pub monitor_cpu_us: u64,
 }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
+use std::time::Duration;
 
 use super::*;
 use crate::nodes::tests::{put, tell_apart, two_nodes};

@@ -18,7 +18,7 @@ use super::*;
 use crate::kernel::{Mapped, PageTable};
 use crate::nodes::tests::{put, tell_apart, two_nodes};
 use crate::programs::Choice;
-use crate::source::Each;
+use crate::source::{Each, Samples};
 
 const NODES: &str = "/sys/devices/system/node";
 /// Frames of a memory block, and the first block of each node (`two_nodes`).
