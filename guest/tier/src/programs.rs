@@ -314,23 +314,4 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         let found = choose(&files, &Choice::default()).expect("chosen");
         assert_eq!(found.iter().map(|program| program.pid).collect::<Vec<_>>(), [14]);
     }
-
-    #[test]
-    fn programs_that_begin_and_end_while_they_are_looked_at_are_no_error() {
-        let ends = std::sync::atomic::AtomicBool::new(false);
-        let (files, all) = (Files::default(), Choice { least: 0, most: usize::MAX });
-        std::thread::scope(|scope| {
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    while !ends.load(std::sync::atomic::Ordering::Relaxed) {
-                        assert!(std::process::Command::new("true").status().expect("true").success());
-                    }
-                });
-            }
-            let found: Vec<io::Result<Vec<Program>>> = (0..30).map(|_| choose(&files, &all)).collect();
-            ends.store(true, std::sync::atomic::Ordering::Relaxed);
-            let all = found.into_iter().flat_map(|found| found.expect("chosen"));
-            all.for_each(|program| drop(memory(&files, program.pid)));
-        });
-    }
 }

@@ -298,18 +298,6 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_panics_while_it_requests_the_map_keeps_no_other_one_from_that() {
-        let cluster = cluster();
-        let panics = || {
-            let _refreshed = cluster.refreshed.lock().expect("the first");
-            panic!("as by a defect");
-        };
-        std::thread::scope(|scope| scope.spawn(panics).join()).expect_err("it panics");
-        cluster.refresh(IoContext::BACKGROUND);
-        assert!(cluster.silence().expect("a node was asked").contains("127.0.0.1:1"));
-    }
-
-    #[test]
     fn a_map_that_is_too_old_says_not_how_many_replicas_must_have_a_write() {
         let (cluster, primary) = (cluster(), Addr { host: "127.0.0.1".into(), port: 1 });
         let set = |age: Duration| {

@@ -21,7 +21,7 @@ use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
 use crate::map::SlotMap;
-use crate::refusal::{Addr, is_of_another_type};
+use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::slot::slot_of;
 use crate::stream::{gives_way, left};
@@ -135,8 +135,7 @@ fn ask(
     }
     cluster.with(addr, context, |link| {
         let replies = link.ask(&commands, context)?;
-        let refused = replies.iter().filter_map(|said| said.error()).find(|error| !is_of_another_type(error));
-        if let Some(error) = refused {
+        if let Some(error) = replies.iter().find_map(|said| said.error()) {
             return Err(io::Error::other(format!("{addr} says: {error}")));
         }
         for (number, (at, _)) in some.iter().enumerate() {
@@ -144,7 +143,6 @@ fn ask(
             match said.bytes() {
                 Some(bytes) => value(*at, bytes),
                 None if said.is_nil() => {}
-                None if said.error().is_some() => value(*at, &[]),
                 None => return Err(io::Error::other(format!("{addr} sent a malformed reply"))),
             }
         }

@@ -75,12 +75,6 @@ impl Refusal {
     }
 }
 
-/// Returns whether the error says that the key has a list, a set or the like. We store nothing of these types, so the
-/// value was damaged.
-pub fn is_of_another_type(error: &str) -> bool {
-    error.starts_with("WRONGTYPE ")
-}
-
 /// Returns the node in `MOVED 3999 host:port`.
 fn place(error: &str, asked: &Addr) -> Option<Addr> {
     let mut words = error.split(' ').skip(1);

@@ -19,7 +19,7 @@ use ballast_store::IoContext;
 use crate::cluster::Cluster;
 use crate::link::Link;
 use crate::nodes::{Kind, Node, TooFew, is_late, is_too_few};
-use crate::refusal::{Addr, Refusal, is_of_another_type};
+use crate::refusal::{Addr, Refusal};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
 use crate::stream::left;
@@ -367,8 +367,7 @@ fn senseless(at: &Addr) -> Refusal {
 /// Returns the outcome of one key in a reply.
 fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<'a>, Refusal> {
     if let Some(error) = said.error() {
-        let is_damaged = matches!(verb, Verb::Get) && is_of_another_type(&error);
-        return if is_damaged { Ok(Found::Value(&[])) } else { Err(Refusal::of(&error, &round.at)) };
+        return Err(Refusal::of(&error, &round.at));
     }
     match verb {
         Verb::Get if said.is_nil() => Ok(if round.asking { Found::Elsewhere } else { Found::Nothing }),
