@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use ballast_bench::Options;
 use clap::{Parser, Subcommand};
 
@@ -49,7 +49,8 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
-        Command::Demo(args) => ballast_demo::run(args, cli.json),
+        Command::Demo(_) if cli.json => Err(anyhow!("the demo prints a table, and no JSON")),
+        Command::Demo(args) => ballast_demo::run(args),
         Command::Bench(args) => bench(args, cli.json),
         Command::Plot(args) => plot(&args),
         Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words),

@@ -1,8 +1,8 @@
 //! `ballast demo --cluster`: a VM's cold memory on a cluster of six servers, one of which is killed in the middle.
 //!
 //! Before: `scripts/valkey.sh` unpacked a server, and the guest image is there. After: a small table; every process it
-//! started has ended. Threads: one that kills. Units: bytes in JSON, MiB in the table.
-//! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
+//! started has ended. Threads: one that kills. Units: MiB in the table.
+//! Promise: every figure is measured in this run; *bytes lost* comes from comparing every byte of every key.
 
 use std::time::{Duration, Instant};
 
@@ -13,43 +13,18 @@ use ballast_base::units::{GIB, MIB};
 use ballast_testhost::until;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
-use serde::Serialize;
 
 use crate::guest::{each, throughput};
 use crate::host::{BOOT_TIMEOUT, DemoArgs, Host, LIMIT_TIMEOUT, Missing, VALUE};
 use crate::report::{mib, print_table};
 
-/// The demo's figures.
-#[derive(Debug, Serialize)]
-struct Report {
-    vm: String,
-    nodes: usize,
-    resident_before_bytes: u64,
-    resident_bytes: u64,
-    far_bytes: u64,
-    far_remote_bytes: u64,
-    ops_per_s_before: f64,
-    ops_per_s_node_killed: f64,
-    ops_per_s_after: f64,
-    /// Longest time that a thread of the guest waited for a page.
-    longest_wait_ms: f64,
-    keys: u64,
-    keys_verified: u64,
-    bytes_lost: u64,
-    seconds: f64,
-}
-
 /// Run it.
-pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
+pub(super) fn run(args: &DemoArgs) -> Result<()> {
     if let Some(why) = valkey_missing() {
         return Err(Missing(why).into());
     }
     let start = Instant::now();
-    let say = |text: &str| {
-        if !json {
-            println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
-        }
-    };
+    let say = |text: &str| println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
     say("starting a cluster: three primaries, each with a replica");
     let layout = Layout { maxmemory: Bytes(GIB), ..Layout::default() };
     let mut valkey = Valkey::start(layout).context("Starting a cluster")?;
@@ -86,24 +61,41 @@ pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
     let verified = each(&mut guests, |guest| load::verify(guest.qemu.redis_addr(), &guest.data))?.remove(0);
     let after_ops = throughput(&mut guests, &mix)?[0];
     let end = host.stats(&guests)?.remove(0);
-    let report = Report {
-        vm: guests[0].name.clone(),
-        nodes: valkey.len(),
-        resident_before_bytes: before.resident_bytes,
-        resident_bytes: there.resident_bytes,
-        far_bytes: there.far_bytes,
-        far_remote_bytes: there.far_remote_bytes,
-        ops_per_s_before: before_ops,
-        ops_per_s_node_killed: killed_ops,
-        ops_per_s_after: after_ops,
-        longest_wait_ms: end.fault_latency.max_us / 1e3,
-        keys: keys as u64,
-        keys_verified: verified.verified as u64,
-        bytes_lost: verified.bytes_lost,
-        seconds: start.elapsed().as_secs_f64(),
-    };
-    report.print(json)?;
-    ensure!(report.bytes_lost == 0, "{} bytes were lost", report.bytes_lost);
+    let header = [
+        "VM",
+        "resident\nbefore MiB",
+        "resident\nafter MiB",
+        "far\nMiB",
+        "in the\ncluster MiB",
+        "ops/s\nbefore",
+        "ops/s, node\nkilled",
+        "ops/s\nafter",
+        "longest\nwait ms",
+        "keys\nverified",
+        "bytes\nlost",
+    ];
+    let row = [
+        guests[0].name.clone(),
+        mib(before.resident_bytes),
+        mib(there.resident_bytes),
+        mib(there.far_bytes),
+        mib(there.far_remote_bytes),
+        format!("{before_ops:.0}"),
+        format!("{killed_ops:.0}"),
+        format!("{after_ops:.0}"),
+        // The longest time that a thread of the guest waited for a page.
+        format!("{:.0}", end.fault_latency.max_us / 1e3),
+        format!("{} of {keys}", verified.verified),
+        verified.bytes_lost.to_string(),
+    ];
+    print_table(header, std::iter::once(row));
+    println!(
+        "One of {} servers was killed; the guest waited for its pages until the replica had its slots. {:.0} s in all.",
+        valkey.len(),
+        start.elapsed().as_secs_f64()
+    );
+    println!("Where to go next: docs/remote.md for a cluster of your own.");
+    ensure!(verified.bytes_lost == 0, "{} bytes were lost", verified.bytes_lost);
     Ok(())
 }
 
@@ -113,47 +105,4 @@ fn wait_until_there(host: &Host, name: &str) -> Result<VmStat> {
         let is_there = |stat: &VmStat| stat.far_remote_bytes > 0 && stat.far_remote_bytes * 10 >= stat.far_bytes * 8;
         Ok(Some(host.api().vm(name)?).filter(is_there))
     })
-}
-
-impl Report {
-    fn print(&self, json: bool) -> Result<()> {
-        if json {
-            println!("{}", serde_json::to_string_pretty(self)?);
-            return Ok(());
-        }
-        let header = [
-            "VM",
-            "resident\nbefore MiB",
-            "resident\nafter MiB",
-            "far\nMiB",
-            "in the\ncluster MiB",
-            "ops/s\nbefore",
-            "ops/s, node\nkilled",
-            "ops/s\nafter",
-            "longest\nwait ms",
-            "keys\nverified",
-            "bytes\nlost",
-        ];
-        let row = [
-            self.vm.clone(),
-            mib(self.resident_before_bytes),
-            mib(self.resident_bytes),
-            mib(self.far_bytes),
-            mib(self.far_remote_bytes),
-            format!("{:.0}", self.ops_per_s_before),
-            format!("{:.0}", self.ops_per_s_node_killed),
-            format!("{:.0}", self.ops_per_s_after),
-            format!("{:.0}", self.longest_wait_ms),
-            format!("{} of {}", self.keys_verified, self.keys),
-            self.bytes_lost.to_string(),
-        ];
-        print_table(header, std::iter::once(row));
-        println!(
-            "One of {} servers was killed; the guest waited for its pages until the replica had its slots. \
-             {:.0} s in all.",
-            self.nodes, self.seconds
-        );
-        println!("Where to go next: docs/remote.md for a cluster of your own.");
-        Ok(())
-    }
 }

@@ -2,9 +2,9 @@
 //! started for Ballast; a third is a plain one that is adopted while it runs, where the host can swap.
 //!
 //! Before: `scripts/setup.sh` and `scripts/guest-image.sh` made QEMU and a guest image available. After: stdout has a
-//! table, or JSON with the same figures, and every process that the demo started has ended.
-//! Threads: one per guest where both are worked on at once. Units: bytes and seconds in JSON, MiB in the table.
-//! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
+//! table, and every process that the demo started has ended.
+//! Threads: one per guest where both are worked on at once. Units: bytes and seconds, MiB in the table.
+//! Promise: every figure is measured in this run; *bytes lost* comes from comparing every byte of every key.
 
 mod cluster;
 mod guest;
@@ -39,20 +39,16 @@ fn of_pager(vm: &VmStat, figure: f64) -> Option<f64> {
 
 /// Run the demo and print its figures. Fails if a byte was lost, or if the kernel counts less than 90 % of the memory
 /// that the figures call freed.
-pub fn run(args: DemoArgs, json: bool) -> Result<()> {
+pub fn run(args: DemoArgs) -> Result<()> {
     if let Some(why) = qemu_missing() {
         return Err(Missing(why).into());
     }
     ensure!(args.data.0 + 160 * MIB <= args.memory.0, "--data {} does not fit --memory {}", args.data, args.memory);
     if args.cluster {
-        return cluster::run(&args, json);
+        return cluster::run(&args);
     }
     let start = Instant::now();
-    let say = |text: &str| {
-        if !json {
-            println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
-        }
-    };
+    let say = |text: &str| println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
     // Dropped last: its pages must be back by then.
     let swap = Swap::new("4G");
     let host = Host::with_settings("")?;
@@ -132,20 +128,16 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
         .map(|i| VmReport {
             vm: guests[i].name.clone(),
             size_bytes: before[i].size_bytes,
-            limit_bytes: limits[i],
             resident_before_bytes: before[i].resident_bytes,
             resident_after_bytes: after[i].resident_bytes,
             far_bytes: after[i].far_bytes,
-            zero_bytes: after[i].zero_bytes,
             ops_per_s_before: before_ops[i],
             ops_per_s_under: under_ops[i],
             ops_per_s_after: after_ops[i],
             faults: end[i].faults.total(),
             kind: end[i].kind,
-            restores: end[i].faults.restore,
             restore_us_p50: of_pager(&end[i], end[i].restore_latency.p50_us),
             restore_us_p99: of_pager(&end[i], end[i].restore_latency.p99_us),
-            stall_some_ms: end[i].stall.some.total_us as f64 / 1e3,
             keys: keys as u64,
             keys_verified: verified[i].verified as u64,
             bytes_lost: verified[i].bytes_lost,
@@ -163,7 +155,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
         engine_kills: successor.engine_restarts,
         seconds: start.elapsed().as_secs_f64(),
     };
-    report.print(json)?;
+    report.print();
     ensure!(report.bytes_lost() == 0, "{} bytes were lost", report.bytes_lost());
     // Both figures count the whole host. MemAvailable does not show the freed memory if another program takes it
     // meanwhile. Shmem does: it counts guest RAM and the store.

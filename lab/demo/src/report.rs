@@ -1,40 +1,34 @@
-//! The demo's figures, printed as a table for people or as JSON for programs.
+//! The demo's figures, printed as a table.
 
-use anyhow::Result;
 use ballast_api::{VmKind, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
 use comfy_table::{CellAlignment, Table, presets};
-use serde::Serialize;
 
 /// The figures of one VM.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct VmReport {
     pub vm: String,
     pub kind: VmKind,
     pub size_bytes: u64,
-    pub limit_bytes: u64,
     pub resident_before_bytes: u64,
     pub resident_after_bytes: u64,
     pub far_bytes: u64,
-    pub zero_bytes: u64,
     pub ops_per_s_before: f64,
     pub ops_per_s_under: f64,
     pub ops_per_s_after: f64,
     pub faults: u64,
-    pub restores: u64,
-    /// Null where the kernel restores.
+    /// `None` where the kernel restores.
     pub restore_us_p50: Option<f64>,
     /// The same.
     pub restore_us_p99: Option<f64>,
-    pub stall_some_ms: f64,
     pub keys: u64,
     pub keys_verified: u64,
     pub bytes_lost: u64,
 }
 
 /// The figures of the whole demo.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Report {
     pub vms: Vec<VmReport>,
     /// Freed memory as the table has it: resident bytes before - after, minus the bytes of the store.
@@ -64,17 +58,7 @@ impl Report {
     }
 
     /// Print it to stdout.
-    pub fn print(&self, json: bool) -> Result<()> {
-        if json {
-            #[derive(Serialize)]
-            struct Out<'a> {
-                #[serde(flatten)]
-                report: &'a Report,
-                bytes_lost: u64,
-            }
-            println!("{}", serde_json::to_string_pretty(&Out { report: self, bytes_lost: self.bytes_lost() })?);
-            return Ok(());
-        }
+    pub fn print(&self) {
         let header = [
             "VM",
             "kind",
@@ -125,7 +109,6 @@ impl Report {
             self.engine_kills, self.seconds
         );
         println!("Where to go next: README.md for a first session of your own, `ballast doctor` for this host.");
-        Ok(())
     }
 }
 
