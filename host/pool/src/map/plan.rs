@@ -46,7 +46,7 @@ fn check<W: Words>(table: &Table<W>, request: &Request) -> Result<(), Refused> {
     if wanted == 0 {
         return wrong("it asks for none");
     }
-    if wanted > table.layout.slices().into() {
+    if wanted > u64::from(table.layout.slices()) {
         return wrong("it asks for more than the pool has");
     }
     Ok(())
