@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_base::wire::{ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, VmId};
+use ballast_base::wire::{ClientToKeeper, EngineToClient, KeeperToClient, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
