@@ -22,10 +22,7 @@ pub enum VmKind {
 
 impl fmt::Display for VmKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Paged => "paged",
-            Self::Adopted => "adopted",
-        })
+        self.serialize(f)
     }
 }
 

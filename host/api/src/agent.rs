@@ -26,12 +26,7 @@ pub enum AgentState {
 
 impl fmt::Display for AgentState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Silent => "silent",
-            Self::Idle => "idle",
-            Self::Reporting => "reporting",
-            Self::Ignored => "ignored",
-        })
+        self.serialize(f)
     }
 }
 
@@ -145,11 +140,7 @@ pub enum TieringState {
 
 impl fmt::Display for TieringState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Unable => "unable",
-            Self::Aside => "aside",
-            Self::Working => "working",
-        })
+        self.serialize(f)
     }
 }
 

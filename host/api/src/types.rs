@@ -33,12 +33,7 @@ pub enum VmStatus {
 
 impl fmt::Display for VmStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Running => "running",
-            Self::Blocked => "blocked",
-            Self::Recovering => "recovering",
-            Self::Halted => "halted",
-        })
+        self.serialize(f)
     }
 }
 

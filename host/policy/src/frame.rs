@@ -91,14 +91,15 @@ pub fn is_left_alone(vm: &VmSample) -> bool {
 }
 
 impl<'a> Frame<'a> {
-    pub fn new(policy: &str, snapshot: &'a Snapshot, state: &mut State) -> Self {
+    pub fn new(policy: impl ToString, snapshot: &'a Snapshot, state: &mut State) -> Self {
         state.keep_only(snapshot);
         let host = &snapshot.host;
         let (host_state, exhaustion_ms) = state.ladder.update(host, snapshot.at_ms);
+        let policy = policy.to_string();
         let mut frame = Self {
             managed: Vec::new(),
             budget: host.budget_bytes,
-            plan: Plan { at_ms: snapshot.at_ms, policy: policy.into(), host_state, exhaustion_ms, ..Plan::default() },
+            plan: Plan { at_ms: snapshot.at_ms, policy, host_state, exhaustion_ms, ..Plan::default() },
             common: Vec::new(),
         };
         if host_state >= HostState::Hard {

@@ -54,7 +54,7 @@ fn has(part: &Managed<'_>, grew_bytes: u64) -> u64 {
 }
 
 pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
-    let mut frame = Frame::new(Kind::Gain.word(), snapshot, state);
+    let mut frame = Frame::new(Kind::Gain, snapshot, state);
     let seen: Vec<(u64, f64, f64, Sums)> = (frame.managed.iter())
         .map(|part| {
             let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);

@@ -27,21 +27,10 @@ pub enum HostState {
 impl HostState {
     /// All, from good to bad.
     pub const ALL: [Self; 5] = [Self::High, Self::Clear, Self::Soft, Self::Hard, Self::Low];
-
-    /// The name.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::High => "high",
-            Self::Clear => "clear",
-            Self::Soft => "soft",
-            Self::Hard => "hard",
-            Self::Low => "low",
-        }
-    }
 }
 
 impl fmt::Display for HostState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.word())
+        self.serialize(f)
     }
 }

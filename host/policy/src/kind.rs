@@ -6,6 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use ballast_base::Invalid;
+use serde::de::{IntoDeserializer, value};
 use serde::{Deserialize, Serialize};
 
 /// A policy that an operator can choose.
@@ -24,24 +25,9 @@ pub enum Kind {
     Gain,
 }
 
-impl Kind {
-    /// All kinds.
-    pub const ALL: [Self; 4] = [Self::None, Self::Maestro, Self::Pressure, Self::Gain];
-
-    /// The name for operators.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Maestro => "maestro",
-            Self::Pressure => "pressure",
-            Self::Gain => "gain",
-        }
-    }
-}
-
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.word())
+        self.serialize(f)
     }
 }
 
@@ -49,7 +35,7 @@ impl FromStr for Kind {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
-        let found = Self::ALL.into_iter().find(|kind| kind.word() == text);
-        found.ok_or_else(|| format!("{text:?} is no policy; there are none, maestro, pressure and gain").into())
+        let found: Result<Self, value::Error> = Self::deserialize(text.into_deserializer());
+        found.map_err(|_| format!("{text:?} is no policy; there are none, maestro, pressure and gain").into())
     }
 }

@@ -91,7 +91,7 @@ mod tests {
         for (free, state) in
             [(2 * GIB, "high"), (900 * MIB, "clear"), (600 * MIB, "soft"), (300 * MIB, "hard"), (100 * MIB, "low")]
         {
-            assert_eq!(Ladder::default().update(&host(free), 0).0.word(), state, "{free}");
+            assert_eq!(Ladder::default().update(&host(free), 0).0.to_string(), state, "{free}");
         }
     }
 

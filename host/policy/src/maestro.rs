@@ -32,7 +32,7 @@ const DECAY_MS: f64 = 20_000.0;
 const RAISED_BY: u64 = 64;
 
 pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
-    let mut frame = Frame::new(Kind::Maestro.word(), snapshot, state);
+    let mut frame = Frame::new(Kind::Maestro, snapshot, state);
     let mut weights = Vec::with_capacity(frame.managed.len());
     for part in &mut frame.managed {
         let vm = part.vm;

@@ -32,7 +32,7 @@ const LONGEST_PAUSE_MS: u64 = 64_000;
 const FORGIVEN_AFTER: u64 = 8;
 
 pub fn decide(threshold: f64, snapshot: &Snapshot, state: &mut State) -> Plan {
-    let mut frame = Frame::new(Kind::Pressure.word(), snapshot, state);
+    let mut frame = Frame::new(Kind::Pressure, snapshot, state);
     let mut weights = Vec::with_capacity(frame.managed.len());
     for part in &mut frame.managed {
         let wanted = wanted(threshold, part, snapshot.at_ms, state.vm(&part.vm.id));

@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use ballast_base::{Bytes, Invalid};
+use serde::de::{IntoDeserializer, value};
 use serde::{Deserialize, Serialize};
 
 /// Default shares.
@@ -36,21 +37,9 @@ pub enum Class {
     Pinned,
 }
 
-impl Class {
-    /// The name.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Guaranteed => "guaranteed",
-            Self::Burstable => "burstable",
-            Self::BestEffort => "besteffort",
-            Self::Pinned => "pinned",
-        }
-    }
-}
-
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.word())
+        self.serialize(f)
     }
 }
 
@@ -58,9 +47,8 @@ impl FromStr for Class {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
-        let all = [Self::Guaranteed, Self::Burstable, Self::BestEffort, Self::Pinned];
-        let found = all.into_iter().find(|class| class.word() == text);
-        found.ok_or_else(|| format!("{text:?} is no class; there are guaranteed, burstable and besteffort").into())
+        let found: Result<Self, value::Error> = Self::deserialize(text.into_deserializer());
+        found.map_err(|_| format!("{text:?} is no class; there are guaranteed, burstable and besteffort").into())
     }
 }
 

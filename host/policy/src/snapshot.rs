@@ -93,11 +93,6 @@ impl VmSample {
         self.limit_bytes.map_or(self.size_bytes, |limit| limit.min(self.size_bytes))
     }
 
-    /// Return its working set; if unknown, its resident memory.
-    pub fn working_set_or_resident(&self) -> u64 {
-        self.working_set_bytes.unwrap_or(self.resident_bytes).min(self.size_bytes)
-    }
-
     /// Return the headroom that belongs to a working set of this size.
     pub fn headroom_of(&self, working_set_bytes: u64) -> u64 {
         (working_set_bytes as f64 * f64::from(self.settings.headroom_percent) / 100.0) as u64

@@ -164,7 +164,8 @@ proptest! {
         let at = at % snapshot.vms.len();
         let mut snapshot = snapshot;
         for vm in &mut snapshot.vms { vm.target_bytes = None; }
-        let bytes = snapshot.vms[at].working_set_or_resident();
+        let vm = &snapshot.vms[at];
+        let bytes = vm.working_set_bytes.unwrap_or(vm.resident_bytes).min(vm.size_bytes);
         snapshot.vms[at].working_set_bytes = Some(bytes);
         let mut needier = snapshot.clone();
         needier.vms[at].working_set_bytes = Some(bytes + more * PAGE);

@@ -347,7 +347,7 @@ fn free_all(snapshot: &Snapshot) -> Plan {
         before_bytes: vm.target_bytes,
         ..Decision::default()
     });
-    Plan { at_ms: snapshot.at_ms, policy: Kind::None.word().into(), decisions: decisions.collect(), ..Plan::default() }
+    Plan { at_ms: snapshot.at_ms, policy: Kind::None.to_string(), decisions: decisions.collect(), ..Plan::default() }
 }
 
 /// Reports changes of the host's state to operators.
