@@ -13,11 +13,12 @@ use ballast_api::{
     ReclaimCounts, RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmKind, VmStat,
     VmStatus,
 };
+use ballast_base::PAGE_SIZE;
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
-use ballast_base::{PAGE_SIZE, PageCount};
 use ballast_pager::vm::guest::told;
 use ballast_pager::vm::region::Region;
-use ballast_pager::vm::stats::{self, Averages, Counter};
+use ballast_pager::vm::stats::{self, Averages, Counter, Stats};
+use ballast_pager::vm::tuning::HostTiers;
 use ballast_pager::vm::{MemoryBreakdown, Vm};
 
 use crate::engine::governor::operator;
@@ -27,9 +28,7 @@ use crate::http::Histogram;
 pub(super) fn stat(served: &Served) -> VmStat {
     let vm = &served.vm;
     let stats = vm.stats();
-    let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
     let memory = vm.memory_breakdown();
-    let detail = served.store.usage_detail();
     let usage = |number| vm.stores.get(number).map(|tier| tier.store.usage()).unwrap_or_default();
     let (file, remote) = (usage(FILE_STORE), usage(REMOTE_STORE));
     vm.pressure.sample(vm.stats(), Instant::now());
@@ -44,74 +43,32 @@ pub(super) fn stat(served: &Served) -> VmStat {
         vmm: served.vmm.clone(),
         kind: VmKind::Paged,
         class: if vm.is_pinned() { VmClass::Pinned } else { settings.class },
-        status: if vm.halted().is_some() {
-            VmStatus::Halted
-        } else if vm.views().is_empty() {
-            VmStatus::Recovering
-        } else if vm.held().is_some() && !vm.is_pinned() {
-            VmStatus::Blocked
-        } else {
-            VmStatus::Running
-        },
+        status: status(vm),
         status_reason: vm.halted().map(str::to_owned).or_else(|| vm.held()),
         size_bytes: memory.size.0,
         unmanaged_bytes: vm.state.unmanaged().0,
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
-        // `Shown::stat` adds these two.
-        sources: Vec::new(),
-        why: None,
         warnings: settings.warnings(memory.size.0, limit_bytes),
         resident_bytes: memory.resident.0,
-        quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),
+        quarantine_bytes: bytes(stats.get(Counter::Quarantined)).min(memory.resident.0),
         pinned_pages: vm.pinned.pages().0,
         pinned_long_pages: vm.pinned.long().0,
         far_bytes: memory.far.0,
         // A page in transit has a copy that does not count yet.
-        far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),
-        far_remote_bytes: PageCount(remote.pages).bytes().0.min(memory.far.0),
+        far_file_bytes: bytes(file.pages).min(memory.far.0),
+        far_remote_bytes: bytes(remote.pages).min(memory.far.0),
         zero_bytes: memory.zero.0,
         untouched_bytes: memory.untouched.0,
         poisoned_bytes: memory.poisoned.0,
         registered_bytes: stats.get(Counter::RegisteredBytes),
         store_bytes: served.store_bytes(),
         file_bytes: file.bytes,
-        faults: FaultCounts {
-            minor: stats.get(Counter::FaultMinor),
-            restore: stats.get(Counter::FaultRestore),
-            restored_pages: stats.get(Counter::RestoredPages),
-            file: stats.get(Counter::FaultFile),
-            zero: stats.get(Counter::FaultZero),
-            zeroed_pages: stats.get(Counter::ZeroedPages),
-            fresh: stats.get(Counter::FaultFresh),
-            deferred: stats.get(Counter::FaultDeferred),
-            throttled: stats.get(Counter::Throttled),
-            throttled_us: stats.get(Counter::ThrottledNs) / 1000,
-        },
-        reclaim: ReclaimCounts {
-            zapped_pages: stats.get(Counter::Zapped),
-            evicted_pages: stats.get(Counter::Evicted),
-            evicted_zero_pages: stats.get(Counter::EvictedZero),
-            same_filled_pages: detail.same_filled_puts,
-            quarantine_hit_pages: stats.get(Counter::QuarantineHits),
-            aborted_pages: stats.get(Counter::Aborted),
-            discarded_pages: stats.get(Counter::Discarded),
-            store_full_events: stats.get(Counter::StoreFull),
-            failed_pages: stats.get(Counter::Failed),
-            prefetched_pages: stats.get(Counter::Prefetched),
-            restored_soon_pages: stats.get(Counter::RestoredSoon),
-            spilled_pages: stats.get(Counter::Spilled),
-            coalesced_units: stats.get(Counter::Coalesced),
-            coalesce_refused: stats.get(Counter::CoalesceRefused),
-        },
+        faults: faults(&stats),
+        reclaim: reclaim(&stats, served.store.usage_detail().same_filled_puts),
         restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
-        restore_stages: RestoreStages {
-            queue: latency(&stats.stage(stats::Stage::Queue)),
-            lookup: latency(&stats.stage(stats::Stage::Lookup)),
-            read: latency(&stats.stage(stats::Stage::Read)),
-            install: latency(&stats.stage(stats::Stage::Install)),
-        },
+        restore_stages: restore_stages(&stats),
         fault_latency: latency(&stats.fault_histogram()),
         stall: Stall {
             some: psi(averages[0], stats.get(Counter::StallSomeNs)),
@@ -123,19 +80,79 @@ pub(super) fn stat(served: &Served) -> VmStat {
         },
         regions: regions(vm, memory),
         agent: agent(vm.agent().shown(), &vm.agent().balloon()),
-        host_tiers: vm.tuning.tiers.map(|tiers| HostTierStat {
-            fast_node: tiers.fast_node,
-            slow_node: tiers.slow_node,
-            fast_limit_bytes: memory.size.0 * u64::from(tiers.fast_percent) / 100,
-            slow_bytes: bytes(Counter::SlowNode).min(memory.resident.0),
-            to_slow_bytes: bytes(Counter::MovedDown),
-            to_fast_bytes: bytes(Counter::MovedUp),
-            stayed_bytes: bytes(Counter::MoveFailed),
-            split_units: stats.get(Counter::Split),
-            split_refused: stats.get(Counter::SplitFailed),
-            joined_units: stats.get(Counter::Joined),
-        }),
-        adopted: None,
+        host_tiers: vm.tuning.tiers.map(|tiers| host_tiers(&stats, tiers, memory)),
+        // `Shown::stat` adds sources and reasons.
+        ..VmStat::default()
+    }
+}
+
+fn status(vm: &Vm) -> VmStatus {
+    if vm.halted().is_some() {
+        VmStatus::Halted
+    } else if vm.views().is_empty() {
+        VmStatus::Recovering
+    } else if vm.held().is_some() && !vm.is_pinned() {
+        VmStatus::Blocked
+    } else {
+        VmStatus::Running
+    }
+}
+
+fn faults(stats: &Stats<'_>) -> FaultCounts {
+    FaultCounts {
+        minor: stats.get(Counter::FaultMinor),
+        restore: stats.get(Counter::FaultRestore),
+        restored_pages: stats.get(Counter::RestoredPages),
+        file: stats.get(Counter::FaultFile),
+        zero: stats.get(Counter::FaultZero),
+        zeroed_pages: stats.get(Counter::ZeroedPages),
+        fresh: stats.get(Counter::FaultFresh),
+        deferred: stats.get(Counter::FaultDeferred),
+        throttled: stats.get(Counter::Throttled),
+        throttled_us: stats.get(Counter::ThrottledNs) / 1000,
+    }
+}
+
+fn reclaim(stats: &Stats<'_>, same_filled_pages: u64) -> ReclaimCounts {
+    ReclaimCounts {
+        zapped_pages: stats.get(Counter::Zapped),
+        evicted_pages: stats.get(Counter::Evicted),
+        evicted_zero_pages: stats.get(Counter::EvictedZero),
+        same_filled_pages,
+        quarantine_hit_pages: stats.get(Counter::QuarantineHits),
+        aborted_pages: stats.get(Counter::Aborted),
+        discarded_pages: stats.get(Counter::Discarded),
+        store_full_events: stats.get(Counter::StoreFull),
+        failed_pages: stats.get(Counter::Failed),
+        prefetched_pages: stats.get(Counter::Prefetched),
+        restored_soon_pages: stats.get(Counter::RestoredSoon),
+        spilled_pages: stats.get(Counter::Spilled),
+        coalesced_units: stats.get(Counter::Coalesced),
+        coalesce_refused: stats.get(Counter::CoalesceRefused),
+    }
+}
+
+fn restore_stages(stats: &Stats<'_>) -> RestoreStages {
+    RestoreStages {
+        queue: latency(&stats.stage(stats::Stage::Queue)),
+        lookup: latency(&stats.stage(stats::Stage::Lookup)),
+        read: latency(&stats.stage(stats::Stage::Read)),
+        install: latency(&stats.stage(stats::Stage::Install)),
+    }
+}
+
+fn host_tiers(stats: &Stats<'_>, tiers: HostTiers, memory: MemoryBreakdown) -> HostTierStat {
+    HostTierStat {
+        fast_node: tiers.fast_node,
+        slow_node: tiers.slow_node,
+        fast_limit_bytes: memory.size.0 * u64::from(tiers.fast_percent) / 100,
+        slow_bytes: bytes(stats.get(Counter::SlowNode)).min(memory.resident.0),
+        to_slow_bytes: bytes(stats.get(Counter::MovedDown)),
+        to_fast_bytes: bytes(stats.get(Counter::MovedUp)),
+        stayed_bytes: bytes(stats.get(Counter::MoveFailed)),
+        split_units: stats.get(Counter::Split),
+        split_refused: stats.get(Counter::SplitFailed),
+        joined_units: stats.get(Counter::Joined),
     }
 }
 

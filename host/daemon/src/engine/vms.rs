@@ -25,7 +25,7 @@ use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Reporter, Tuning, Vm};
-use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
+use ballast_store::{Codec, FileOptions, GroupMember, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, memory_error, scm};
 
@@ -205,7 +205,6 @@ impl Engine {
         let state = StateFile::open(fds.next().context("the state file is missing")?)?;
         let Files { arena, group, file } = store_files(&stores, &mut fds)?;
         let ram = ram_files(fds.collect(), files)?;
-        let has_file = file.is_some();
         let Process { pid, start } = self.me;
         state.open_as(pid, start);
         // This thread works for the VM until it is open. If a keeper has just killed this engine, the thread ends here.
@@ -235,24 +234,12 @@ impl Engine {
             let name = name.clone();
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
         };
-        let group = match group.map(|group| self.host.groups.join(group, id, options, epoch == 1)).transpose() {
-            Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                // So it never was a member, and no word of it names that store.
-                self.events.add(Some(name.clone()), "group-unavailable", format!("VM {name} shares no pages: {error}"));
-                None
-            }
-            joined => joined.context("Opening the arena of its group")?.map(Arc::new),
+        let group = match group {
+            Some(group) => self.join_group(group, &state, options, epoch == 1)?,
+            None => None,
         };
-        let late = has_file.then(|| Arc::new(LateStore::new()));
-        let tuning = Tuning {
-            quarantine: Duration::from_millis(self.settings().quarantine_ms),
-            spill_after: self.spill_after(has_file),
-            // Memory is placed by its heat.
-            track: self.settings().heat.track || self.settings().tier.is_some(),
-            heat: self.settings().heat.settings(self.settings().tier.is_some()),
-            tiers: self.settings().tier.map(Tiering::to_pager),
-            ..Tuning::default()
-        };
+        let late = file.is_some().then(|| Arc::new(LateStore::new()));
+        let tuning = self.tuning(file.is_some());
         let mut near: Vec<NearTier> = Vec::new();
         near.extend(group.clone().map(|store| NearTier { number: GROUP_STORE, name: "group store", store }));
         near.push(NearTier { number: RAM_STORE, name: "RAM store", store: store.clone() });
@@ -309,11 +296,40 @@ impl Engine {
         Ok(())
     }
 
-    /// How long a page is far before it is spilled; `None` without a slow store.
-    fn spill_after(&self, has_file: bool) -> Option<Duration> {
-        let file = self.settings().spill.as_ref().filter(|_| has_file).map(|spill| spill.after_s);
-        let after = file.or_else(|| Some(self.settings().remote.as_ref()?.after_s));
-        after.map(Duration::from_secs)
+    /// The store in the arena of its group. A VM that the group has no room for shares no pages.
+    fn join_group(
+        &self,
+        group: OwnedFd,
+        state: &StateFile,
+        options: RamOptions,
+        is_new: bool,
+    ) -> anyhow::Result<Option<Arc<GroupMember>>> {
+        match self.host.groups.join(group, state.id(), options, is_new) {
+            Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+                // So it never was a member, and no word of it names that store.
+                let name = state.name();
+                let message = format!("VM {name} shares no pages: {error}");
+                self.events.add(Some(name), "group-unavailable", message);
+                Ok(None)
+            }
+            joined => Ok(Some(Arc::new(joined.context("Opening the arena of its group")?))),
+        }
+    }
+
+    fn tuning(&self, has_file: bool) -> Tuning {
+        let settings = self.settings();
+        let file_after_s = settings.spill.as_ref().filter(|_| has_file).map(|spill| spill.after_s);
+        let remote_after_s = || settings.remote.as_ref().map(|remote| remote.after_s);
+        Tuning {
+            quarantine: Duration::from_millis(settings.quarantine_ms),
+            // Without a slow store nothing is spilled.
+            spill_after: file_after_s.or_else(remote_after_s).map(Duration::from_secs),
+            // Memory is placed by its heat.
+            track: settings.heat.track || settings.tier.is_some(),
+            heat: settings.heat.settings(settings.tier.is_some()),
+            tiers: settings.tier.map(Tiering::to_pager),
+            ..Tuning::default()
+        }
     }
 
     fn file_options(&self) -> FileOptions {
