@@ -110,7 +110,7 @@ fn cloud_hypervisor_memory(value: &str) -> Option<u64> {
 }
 
 /// A size such as `512`, `1.5G` or `1048576k`, as VMMs read it; a number alone counts in `unit`.
-fn size(text: &str, unit: u64) -> Option<u64> {
+pub fn size(text: &str, unit: u64) -> Option<u64> {
     let (number, unit) = match text.char_indices().last()? {
         (_, last) if last.is_ascii_digit() => (text, unit),
         (at, last) => {

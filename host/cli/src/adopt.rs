@@ -39,11 +39,7 @@ pub fn adopt(client: &Client, args: &AdoptArgs, json: bool) -> Result<()> {
     let pid = args.vm.as_ref().and_then(|vm| vm.parse().ok());
     let vm = args.vm.clone().filter(|_| pid.is_none());
     let result = client.adopt(&AdoptRequest { pid, vm, name: args.name.clone() }).context("Adopting VMs")?;
-    if json {
-        show::json(&result)?;
-    } else {
-        show::print(&adopted(&result.adopted))?;
-    }
+    show::answer(json, &result, |result| adopted(&result.adopted))?;
     if !result.refused.is_empty() {
         bail!("{}", not_adopted(&result.refused));
     }
@@ -84,7 +80,7 @@ pub fn release(client: &Client, args: &ReleaseArgs, json: bool) -> Result<()> {
         (false, 0) => "none of it is in swap".into(),
         (false, _) => format!("{far} of it are in swap and come back as the guest touches them"),
     };
-    if json { show::json(&vm) } else { Ok(show::print(&format!("released {name}: {rest}\n"))?) }
+    show::answer(json, &vm, |_| format!("released {name}: {rest}\n"))
 }
 
 fn wait_until_released(client: &Client, name: &str) -> Result<()> {

@@ -66,7 +66,7 @@ pub fn advise(client: &Client, args: &AdviseArgs, json: bool) -> Result<()> {
         Ok(advice(&vm.name, (vm.size_bytes, vm.resident_bytes), &record))
     };
     let all = vms.iter().map(each).collect::<Result<Vec<_>>>()?;
-    if json { show::json(&all) } else { Ok(show::print(&describe(&all))?) }
+    show::answer(json, &all, |all| describe(all))
 }
 
 fn advice(name: &str, (size_bytes, resident_bytes): (u64, u64), record: &History) -> Advice {

@@ -24,7 +24,7 @@ pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
     let is_wanted = |event: &Event| args.vm.is_none() || event.vm == args.vm;
     events.retain(is_wanted);
     if !args.follow {
-        return if json { show::json(&events) } else { Ok(show::print(&story(&events))?) };
+        return show::answer(json, &events, |events| story(events));
     }
     let mut out = std::io::stdout().lock();
     loop {

@@ -35,7 +35,7 @@ pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
         None => client.heat(&args.name, DEFAULT_CELLS),
     };
     let heat = heat.map_err(|error| explain(client, &args.name, error))?;
-    if json { show::json(&heat) } else { Ok(show::print(&screen(&heat))?) }
+    show::answer(json, &heat, screen)
 }
 
 fn screen(heat: &VmHeat) -> String {

@@ -8,8 +8,7 @@ use ballast_api::{Client, HostStat, RemoteNode};
 use crate::show;
 
 pub fn host(client: &Client, json: bool) -> Result<()> {
-    let host = client.host()?;
-    if json { show::json(&host) } else { Ok(show::print(&describe(&host))?) }
+    show::answer(json, &client.host()?, describe)
 }
 
 fn describe(host: &HostStat) -> String {

@@ -67,7 +67,7 @@ pub fn status(client: &Client, json: bool) -> Result<()> {
         Domain { name: name.into(), uuid: uuid.into(), now, missing }
     };
     let domains: Vec<Domain> = listed(&all).map(each).collect();
-    if json { show::json(&domains) } else { Ok(show::print(&describe(&domains))?) }
+    show::answer(json, &domains, |domains| describe(domains))
 }
 
 fn listed(text: &str) -> impl Iterator<Item = (&str, &str)> {

@@ -25,7 +25,7 @@ pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
             client.patch_policy(&patch).with_context(|| format!("Setting the policy {policy}"))?
         }
     };
-    if json { show::json(&stat) } else { Ok(show::print(&describe(&stat))?) }
+    show::answer(json, &stat, describe)
 }
 
 fn describe(stat: &PolicyStat) -> String {
@@ -58,7 +58,7 @@ pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> Strin
 /// `ballast plan`: print the changes that a policy would make now, and make none.
 pub fn plan(client: &Client, policy: Option<Kind>, json: bool) -> Result<()> {
     let plan = client.plan(policy).context("Asking for a plan")?;
-    if json { show::json(&plan) } else { Ok(show::print(&intentions(&plan))?) }
+    show::answer(json, &plan, intentions)
 }
 
 fn intentions(plan: &Plan) -> String {

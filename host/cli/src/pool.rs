@@ -123,7 +123,7 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     for note in said.filter_map(|(_, part)| part).flat_map(|part| &part.notes) {
         show::say(note);
     }
-    if json { show::json(&pool) } else { Ok(show::print(&describe(&pool))?) }
+    show::answer(json, &pool, describe)
 }
 
 fn describe(pool: &PoolStat) -> String {

@@ -229,18 +229,19 @@ fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {
 
 /// Is the file (or the folder it would be made in) in a tmpfs, or in a hugetlbfs of 2 MiB pages?
 fn is_ram_file(path: &str) -> bool {
-    let path = Path::new(path);
-    let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
-    std::fs::File::open(place)
-        .is_ok_and(|file| memfd::check_ram_file(file).is_ok_and(|page| page.0 <= HUGE_SIZE as u64))
+    matches!(ram_page(path), Some(PAGE_SIZE | HUGE_SIZE))
 }
 
 /// The same for a hugetlbfs alone.
 fn is_huge_file(path: &str) -> bool {
+    ram_page(path).is_some_and(|page| page > PAGE_SIZE)
+}
+
+/// Bytes of the pages of a file in a tmpfs or in a hugetlbfs.
+fn ram_page(path: &str) -> Option<usize> {
     let path = Path::new(path);
     let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
-    let page = std::fs::File::open(place).ok().and_then(|file| memfd::ram_page(file).ok().flatten());
-    page.is_some_and(|page| page.0 > PAGE_SIZE as u64)
+    Some(memfd::ram_page(std::fs::File::open(place).ok()?).ok()??.0 as usize)
 }
 
 /// The preload library: `$BALLAST_PRELOAD`, else beside this program, else in `../lib/ballast`.

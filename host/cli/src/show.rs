@@ -147,6 +147,11 @@ pub fn print_as_it_is(text: &str) -> io::Result<bool> {
     }
 }
 
+/// Print a value: for programs, or as text for people.
+pub fn answer<T: Serialize>(json: bool, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
+    if json { self::json(value) } else { Ok(print(&text(value))?) }
+}
+
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     print_as_it_is(&(serde_json::to_string_pretty(value)? + "\n"))?;
     Ok(())

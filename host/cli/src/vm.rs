@@ -18,13 +18,10 @@ use crate::show;
 
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     match command {
-        VmCommand::List => {
-            let vms = client.vms()?;
-            if json { show::json(&vms) } else { Ok(show::print(&list(&vms))?) }
-        }
+        VmCommand::List => show::answer(json, &client.vms()?, |vms| list(vms)),
         VmCommand::Stat { name } => {
             let vm = client.vm(name).map_err(|error| explain(client, name, error))?;
-            if json { show::json(&vm) } else { Ok(show::print(&screen(&vm))?) }
+            show::answer(json, &vm, screen)
         }
         VmCommand::Heat(args) => heat::run(client, args, json),
         VmCommand::Limit { names, all: _, limit } => {
@@ -36,20 +33,21 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
             let warnings = vm.warnings.clone();
             let vm = VmStat { warnings, ..after_scan(client, vm)? };
-            if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
+            show::answer(json, &vm, limit_set)
         }
         VmCommand::Restore { name, end: true } => {
             let vm = client.end_restore(name).map_err(|error| explain(client, name, error))?;
-            if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: its limit counts again\n"))?) }
+            show::answer(json, &vm, |_| format!("VM {name}: its limit counts again\n"))
         }
         VmCommand::Restore { name, end: false } => {
             let vm = restore(client, name).with_context(|| format!("Restoring all of VM {name}"))?;
             let resident = show::size(vm.resident_bytes);
-            let text = format!(
-                "VM {name}: all of it is in memory ({resident}) and stays there \
-                 until `ballast vm restore {name} --end`\n"
-            );
-            if json { show::json(&vm) } else { Ok(show::print(&text)?) }
+            show::answer(json, &vm, |_| {
+                format!(
+                    "VM {name}: all of it is in memory ({resident}) and stays there \
+                     until `ballast vm restore {name} --end`\n"
+                )
+            })
         }
         VmCommand::Balloon { name, nodes } => {
             let mut changed = Vec::new();
@@ -61,12 +59,9 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                     .with_context(|| format!("Asking the agent of VM {name} for memory of node {}", node.node))?;
                 changed.push(vm);
             }
-            if json {
-                return show::json(&changed.last());
-            }
             let sizes: Vec<String> =
                 nodes.iter().map(|of| format!("{} of node {}", show::size(of.bytes), of.node)).collect();
-            Ok(show::print(&format!("VM {name}: its agent is to hold {}\n", sizes.join(", ")))?)
+            show::answer(json, &changed.last(), |_| format!("VM {name}: its agent is to hold {}\n", sizes.join(", ")))
         }
         VmCommand::Set(args) => {
             let name = &args.name;
@@ -83,18 +78,13 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .patch_vm(name, &patch)
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Changing the settings of VM {name}"))?;
-            let text = format!("VM {name}: {}\n{}", worth(&vm), not_kept(&vm));
-            if json { show::json(&vm) } else { Ok(show::print(&text)?) }
+            show::answer(json, &vm, |vm| format!("VM {name}: {}\n{}", worth(vm), not_kept(vm)))
         }
-        VmCommand::Kept => {
-            let kept = client.kept()?;
-            if json { show::json(&kept) } else { Ok(show::print(&kept_list(&kept))?) }
-        }
+        VmCommand::Kept => show::answer(json, &client.kept()?, |kept| kept_list(kept)),
         VmCommand::Forget { vm } => {
             let forgotten = client.forget(vm).with_context(|| format!("Forgetting what is kept of VM {vm}"))?;
-            let lines =
-                forgotten.iter().map(|kept| format!("VM {}: forgotten: {}\n", kept.name, in_words(&kept.settings)));
-            if json { show::json(&forgotten) } else { Ok(show::print(&lines.collect::<String>())?) }
+            let line = |kept: &KeptVm| format!("VM {}: forgotten: {}\n", kept.name, in_words(&kept.settings));
+            show::answer(json, &forgotten, |forgotten| forgotten.iter().map(line).collect())
         }
     }
 }
@@ -152,11 +142,7 @@ fn after_scan(client: &Client, mut vm: VmStat) -> Result<VmStat> {
 fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
     let vms = (!names.is_empty()).then(|| names.to_vec());
     let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
-    if json {
-        show::json(&changes)?;
-    } else {
-        show::print(&changes.iter().filter_map(|change| change.vm.as_ref()).map(limit_set).collect::<String>())?;
-    }
+    show::answer(json, &changes, |all| all.iter().filter_map(|change| change.vm.as_ref()).map(limit_set).collect())?;
     let failed = changes.iter().filter_map(|change| Some((&change.name, change.problem.as_ref()?)));
     let failed: Vec<String> = failed.map(|(name, problem)| format!("VM {name}: {problem}")).collect();
     if !failed.is_empty() {

@@ -5,7 +5,7 @@
 //! that concern guest RAM, and leaves all others to QEMU.
 
 use ballast_base::pool::Pages;
-use ballast_base::{Bytes, GIB, Invalid, KIB, MIB};
+use ballast_base::{Bytes, Invalid, MIB};
 
 use super::options::{Opt, memory, options};
 use super::shared;
@@ -43,20 +43,7 @@ pub struct Plan {
 
 /// A size as `-m` takes it: a bare number is MiB.
 pub(super) fn megabytes(text: &str) -> Option<Bytes> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "b" => 1,
-        "k" => KIB,
-        "" | "m" => MIB,
-        "g" => GIB,
-        "t" => 1024 * GIB,
-        _ => return None,
-    };
-    match digits.parse::<u64>() {
-        Ok(number) => number.checked_mul(factor).map(Bytes),
-        // QEMU takes fractions, such as 1.5G.
-        Err(_) => digits.parse::<f64>().ok().filter(|number| *number > 0.0).map(|n| Bytes((n * factor as f64) as u64)),
-    }
+    ballast_adopt::vmm::size(text, MIB).map(Bytes)
 }
 
 /// Check a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.

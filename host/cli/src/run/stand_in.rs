@@ -7,12 +7,12 @@ use ballast_base::Invalid;
 use ballast_base::pool::Pages;
 
 use super::options::Opt;
+use super::shared::is_shared;
 
 pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), Invalid> {
     let is_of = |size| is_size(size, pages);
     let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").map_or(pages != Pages::Gib, is_of);
-    let is_shared = object.get("share").is_none() || object.is_on("share");
-    match object.head == "memory-backend-memfd" && is_huge && is_shared {
+    match object.head == "memory-backend-memfd" && is_huge && is_shared(object) {
         true => Ok(()),
         false => Err(format!(
             "RAM backend {} ({}): memory of the pool takes the place of huge pages; write \
@@ -32,9 +32,5 @@ pub(super) fn huge_size(pages: Pages) -> &'static str {
 
 /// Is this that size, in one of QEMU's spellings?
 pub(super) fn is_size(size: &str, pages: Pages) -> bool {
-    let size = size.to_ascii_lowercase();
-    match pages {
-        Pages::Slices | Pages::Mix | Pages::OnDemand => matches!(size.as_str(), "2m" | "2048k" | "2097152"),
-        Pages::Gib => matches!(size.as_str(), "1g" | "1024m" | "1048576k" | "1073741824"),
-    }
+    ballast_adopt::vmm::size(size, 1) == Some(pages.size().0)
 }
