@@ -258,13 +258,11 @@ impl Backend for Shown {
         let served = self.host.attached(name, Host::opens_until()).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         let was = vm.state.kept();
-        match kept {
-            true => self.governor.admit_kept(&self.host, &served)?,
-            false => vm.state.set_kept(false),
-        }
         if kept {
+            self.governor.admit_kept(&self.host, &served)?;
             served.restore(Hold::Kept, KEPT.into(), |_| ()).map_err(|error| ChangeError::Invalid(error.to_string()))?;
         } else {
+            vm.state.set_kept(false);
             vm.hold(Hold::Kept, None);
         }
         if was != kept {

@@ -11,7 +11,7 @@
 use anyhow::ensure;
 use ballast_api::{SourceKind, VmPatch};
 use ballast_base::{Bytes, Uuid};
-use ballast_policy::settings::{HIGH_SHARES, LOW_SHARES, MAX_HEADROOM_PERCENT, MAX_SHARES, NORMAL_SHARES};
+use ballast_policy::settings::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
 use ballast_policy::{Class, Settings};
 use ballast_sys::group;
 use serde::{Deserialize, Serialize};
@@ -84,18 +84,12 @@ impl VmRule {
                 _ => anyhow::bail!("shares = {word:?} is none of low, normal, high, or a number"),
             }),
         };
-        ensure!(shares.is_none_or(|shares| shares <= MAX_SHARES), "shares: at most {MAX_SHARES}");
-        let headroom = self.headroom_percent;
-        ensure!(
-            headroom.is_none_or(|percent| percent <= MAX_HEADROOM_PERCENT),
-            "headroom_percent: at most {MAX_HEADROOM_PERCENT}"
-        );
         let wanted = Wanted {
             limit,
             reservation: size("reservation", &self.reservation)?,
             protect: size("protect", &self.protect)?,
             shares: shares.map(Some),
-            headroom_percent: headroom,
+            headroom_percent: self.headroom_percent,
             class: self.class,
         };
         let alone = settle(None, &[(SourceKind::Rule, wanted)]);
@@ -217,11 +211,15 @@ impl Sources {
     /// The sources after an operator's change.
     #[must_use]
     pub fn after(self, patch: &Wanted) -> Self {
-        let mut sources = self.0;
-        for (source, is_said) in sources.iter_mut().zip(patch.says()) {
-            *source = if is_said { Some(SourceKind::Operator) } else { *source };
+        let mut sources = self;
+        sources.set(patch, SourceKind::Operator);
+        sources
+    }
+
+    fn set(&mut self, wanted: &Wanted, by: SourceKind) {
+        for (source, _) in self.0.iter_mut().zip(wanted.says()).filter(|(_, is_said)| *is_said) {
+            *source = Some(by);
         }
-        Self(sources)
     }
 }
 
@@ -248,10 +246,10 @@ pub struct Settled {
 /// The settings of a VM whose VMM's command line has this limit, from sources in the order of precedence.
 pub fn settle(command_line: Option<Bytes>, sources: &[(SourceKind, Wanted)]) -> Settled {
     let first = Wanted { limit: command_line.map(Some), ..Wanted::default() };
-    let all = || std::iter::once((SourceKind::CommandLine, first)).chain(sources.iter().copied());
+    let all = std::iter::once((SourceKind::CommandLine, first)).chain(sources.iter().copied());
     let mut settled = Settled { limit: None, settings: Settings::default(), sources: Sources::default() };
     // In reverse, so that earlier sources replace later ones.
-    for (source, wanted) in all().collect::<Vec<_>>().into_iter().rev() {
+    for (source, wanted) in all.rev() {
         let settings = &mut settled.settings;
         wanted.limit.into_iter().for_each(|limit| settled.limit = limit);
         wanted.reservation.into_iter().for_each(|bytes| settings.reservation_bytes = bytes.0);
@@ -259,9 +257,7 @@ pub fn settle(command_line: Option<Bytes>, sources: &[(SourceKind, Wanted)]) -> 
         wanted.shares.into_iter().for_each(|shares| settings.shares = shares);
         wanted.headroom_percent.into_iter().for_each(|percent| settings.headroom_percent = percent);
         wanted.class.into_iter().for_each(|class| settings.class = class);
-        for (at, is_said) in settled.sources.0.iter_mut().zip(wanted.says()) {
-            *at = if is_said { Some(source) } else { *at };
-        }
+        settled.sources.set(&wanted, source);
     }
     settled
 }

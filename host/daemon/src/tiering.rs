@@ -5,14 +5,10 @@
 //! Promise: a node that the host does not have is an error at the start of the keeper that names it and the existing
 //! ones.
 
-use std::path::Path;
-
 use anyhow::{Context, ensure};
 use ballast_pager::vm::tuning::HostTiers;
+use ballast_pool::Host;
 use serde::{Deserialize, Serialize};
-
-/// Nodes with memory, as the kernel lists them: `0-1,3`.
-const WITH_MEMORY: &str = "/sys/devices/system/node/has_memory";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -42,20 +38,13 @@ impl Tiering {
 
     /// Checks that this host has the nodes.
     pub fn find_nodes(&self) -> anyhow::Result<()> {
-        let text = std::fs::read_to_string(Path::new(WITH_MEMORY)).context("tier: asking for the host's nodes")?;
-        self.are_in(text.trim())
+        self.are_in(&Host::default().nodes().context("tier: asking for the host's nodes")?)
     }
 
-    fn are_in(&self, listed: &str) -> anyhow::Result<()> {
-        let is_there = |node: u32| {
-            listed.split(',').any(|part| {
-                let (first, last) = part.split_once('-').unwrap_or((part, part));
-                let bounds = first.parse::<u32>().ok().zip(last.parse::<u32>().ok());
-                bounds.is_some_and(|(first, last)| (first..=last).contains(&node))
-            })
-        };
+    fn are_in(&self, nodes: &[u32]) -> anyhow::Result<()> {
         for (key, node) in [("fast_node", self.fast_node), ("slow_node", self.slow_node)] {
-            ensure!(is_there(node), "tier.{key} = {node}: the host has no such node with memory; it has {listed}");
+            let is_there = nodes.contains(&node);
+            ensure!(is_there, "tier.{key} = {node}: the host has no such node with memory; it has {nodes:?}");
         }
         Ok(())
     }
@@ -74,10 +63,10 @@ mod tests {
 
     #[test]
     fn a_missing_node_is_named_with_the_existing_ones() {
-        assert!(TIERING.are_in("0-2").is_ok() && TIERING.are_in("0,2").is_ok());
-        let error = TIERING.are_in("0-1,3").expect_err("no node 2").to_string();
-        assert_eq!(error, "tier.slow_node = 2: the host has no such node with memory; it has 0-1,3");
-        let error = Tiering { fast_node: 7, ..TIERING }.are_in("2").expect_err("no node 7").to_string();
+        assert!(TIERING.are_in(&[0, 2]).is_ok());
+        let error = TIERING.are_in(&[0, 1, 3]).expect_err("no node 2").to_string();
+        assert_eq!(error, "tier.slow_node = 2: the host has no such node with memory; it has [0, 1, 3]");
+        let error = Tiering { fast_node: 7, ..TIERING }.are_in(&[2]).expect_err("no node 7").to_string();
         assert!(error.starts_with("tier.fast_node = 7"), "{error}");
     }
 }

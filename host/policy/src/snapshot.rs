@@ -4,7 +4,7 @@
 //! Units: in the names; `at_ms` is on any clock that only goes forward, and only differences mean something.
 //! Promise: policies do not rely on a consistent snapshot: sums may be off by pages that moved while they were read.
 
-use ballast_base::Bytes;
+use ballast_base::{Bytes, GIB};
 use serde::{Deserialize, Serialize};
 
 use crate::host_state::HostState;
@@ -37,6 +37,17 @@ pub struct HostSample {
     pub far_capacity_bytes: u64,
     /// No VM is given less than this.
     pub smallest_bytes: u64,
+}
+
+/// 1/FREE_PART of a host's memory should stay free, at most MOST_FREE.
+const FREE_PART: u64 = 64;
+const MOST_FREE: u64 = GIB;
+
+impl HostSample {
+    /// Return `min_free_bytes` of a host with this much memory.
+    pub fn min_free(total_bytes: u64) -> u64 {
+        (total_bytes / FREE_PART).min(MOST_FREE)
+    }
 }
 
 /// A VM's part of a snapshot.

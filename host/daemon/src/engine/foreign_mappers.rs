@@ -99,17 +99,16 @@ impl Scanner {
         }
         let unreadable: HashSet<Process> = scan.unreadable.into_iter().collect();
         for process in unreadable.difference(&self.unreadable) {
-            self.host.events.add(None, "not-looked-at", unreadable_text(&[*process]));
+            self.host.events.add(None, "not-looked-at", unreadable_text(*process));
         }
         self.unreadable = unreadable;
     }
 }
 
-fn unreadable_text(processes: &[Process]) -> String {
-    let names: Vec<String> = processes.iter().map(|process| mappers::name(*process)).collect();
+fn unreadable_text(process: Process) -> String {
     format!(
         "the memory map of process {} cannot be read: if it maps RAM of a VM and has not attached, it may read zeros",
-        names.join(", ")
+        mappers::name(process)
     )
 }
 

@@ -5,7 +5,7 @@
 //! Threads: the pool's. Units: bytes, milliseconds.
 //! Promise: memory of VMs is not lent. Memory does not oscillate: it returns only when the host does not need it.
 
-use ballast_base::{Bytes, GIB, HUGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE};
 use ballast_policy::{HostSample, HostState, Ladder};
 use ballast_pool::{Error, Reserve};
 
@@ -14,10 +14,8 @@ pub const POLL_EVERY_MS: u64 = 1_000;
 /// If nothing could be lent, because VMs have all of it, or taken back, because the kernel found no pages, the next try
 /// is this much later.
 const AGAIN_MS: u64 = 10_000;
-/// 1/FREE_PART of the host's memory must stay free, at most MOST_FREE, as for policies.
-const FREE_PART: u64 = 64;
-const MOST_FREE: u64 = GIB;
-/// Multiple of that which is free after a loan, and stays free when memory returns: well beyond the state `high`.
+/// Multiple of the host's least free memory that is free after a loan, and stays free when memory returns: well
+/// beyond the state `high`.
 const AIM: u64 = 2;
 
 #[derive(Debug, Default)]
@@ -37,7 +35,7 @@ impl Lender {
         self.looked_ms = Some(at_ms);
         let Some(lending) = reserve.lending()? else { return Ok(None) };
         let sample = reserve.host_memory()?;
-        let (free_bytes, min_free_bytes) = (sample.spare.0, (sample.total.0 / FREE_PART).min(MOST_FREE));
+        let (free_bytes, min_free_bytes) = (sample.spare.0, HostSample::min_free(sample.total.0));
         let host = HostSample { free_bytes, min_free_bytes, ..HostSample::default() };
         let (state, _) = self.ladder.update(&host, at_ms);
         let before = reserve.lent();

@@ -14,55 +14,27 @@ use super::backend::{Backend, Histogram};
 pub(super) mod metric;
 pub(super) mod table;
 
-use metric::Metric;
+use metric::{Labels, Metric, Sample};
 use table::{EVENTS, FAULT_DURATION, HEAT, HOST, POOL, RESTORE_STAGE, VM};
 
 pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 pub(super) fn page(backend: &dyn Backend) -> String {
-    let host = backend.host();
     let vms = backend.vms();
     let mut page = Page(String::with_capacity(4096 + 4096 * vms.len()));
-    for metric in HOST {
-        page.head(metric);
-        for (labels, value) in (metric.samples)(&host) {
-            page.sample(metric.name, &labels, value);
-        }
-    }
+    page.samples(HOST, &[(Vec::new(), &backend.host())]);
     let pool = backend.pool();
     let huge = pool.nodes.iter().map(|node| ("2M", node));
     let gib = pool.gib.iter().flat_map(|gib| &gib.nodes).map(|node| ("1G", node));
-    let nodes: Vec<_> = huge.chain(gib).collect();
-    for metric in POOL {
-        page.head(metric);
-        for (pages, node) in &nodes {
-            for (mut labels, value) in (metric.samples)(node) {
-                labels.splice(0..0, [("node", node.numa.to_string()), ("pages", (*pages).to_owned())]);
-                page.sample(metric.name, &labels, value);
-            }
-        }
-    }
-    for metric in VM {
-        page.head(metric);
-        for vm in &vms {
-            for (mut labels, value) in (metric.samples)(vm) {
-                labels.insert(0, ("domain", vm.name.clone()));
-                page.sample(metric.name, &labels, value);
-            }
-        }
-    }
+    let nodes = huge.chain(gib);
+    let nodes = nodes.map(|(pages, node)| (vec![("node", node.numa.to_string()), ("pages", pages.to_owned())], node));
+    page.samples(POOL, &nodes.collect::<Vec<_>>());
+    let domain = |name: &String| vec![("domain", name.clone())];
+    page.samples(VM, &vms.iter().map(|vm| (domain(&vm.name), vm)).collect::<Vec<_>>());
     // Without the cells of the strip, which the page does not show.
     let heats = vms.iter().filter_map(|vm| backend.heat(&vm.name, 0)).filter(|heat| heat.cycles > 0);
     let heats: Vec<VmHeat> = heats.filter(|heat| heat.is_tracked).collect();
-    for metric in HEAT {
-        page.head(metric);
-        for heat in &heats {
-            for (mut labels, value) in (metric.samples)(heat) {
-                labels.insert(0, ("domain", heat.name.clone()));
-                page.sample(metric.name, &labels, value);
-            }
-        }
-    }
+    page.samples(HEAT, &heats.iter().map(|heat| (domain(&heat.name), heat)).collect::<Vec<_>>());
     page.head(&FAULT_DURATION);
     for vm in &vms {
         if let Some(histogram) = backend.fault_histogram(&vm.name) {
@@ -86,6 +58,18 @@ impl Page {
     fn head<S>(&mut self, metric: &Metric<S>) {
         let Metric { name, kind, help, .. } = metric;
         self.put(format_args!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
+    }
+
+    /// The samples of each of these, which also get its labels.
+    fn samples<T>(&mut self, metrics: &[Metric<fn(&T) -> Vec<Sample>>], all: &[(Labels, &T)]) {
+        for metric in metrics {
+            self.head(metric);
+            for (labels, one) in all {
+                for (own, value) in (metric.samples)(one) {
+                    self.sample(metric.name, &[&labels[..], &own].concat(), value);
+                }
+            }
+        }
     }
 
     fn sample(&mut self, name: &str, labels: &[(&str, String)], value: f64) {

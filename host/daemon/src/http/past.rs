@@ -147,6 +147,5 @@ async fn of_vms(State(connection): State<Connection>, uri: Uri) -> Answer {
 )]
 async fn of_vm(State(connection): State<Connection>, name: Named, uri: Uri) -> Answer {
     let minutes = minutes(&uri, MINUTES)?;
-    let past = move |backend: &dyn Backend, name: &str| backend.vm_history(name, minutes);
-    ask_vm(&connection, name, move |backend, name| past(backend, name).ok_or(ChangeError::NotFound)).await
+    ask_vm(&connection, name, move |backend, name| backend.vm_history(name, minutes).ok_or(ChangeError::NotFound)).await
 }

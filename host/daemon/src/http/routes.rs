@@ -96,8 +96,8 @@ async fn heat(State(connection): State<Connection>, name: Named, uri: Uri) -> An
     if !(1..=MAX_CELLS as u64).contains(&cells) {
         return Err(bad_request(format!("{cells} cells are asked for; 1 to {MAX_CELLS} are possible")));
     }
-    let heat = move |backend: &dyn Backend, name: &str| backend.heat(name, cells as usize);
-    ask_vm(&connection, name, move |backend, name| heat(backend, name).ok_or(ChangeError::NotFound)).await
+    let cells = cells as usize;
+    ask_vm(&connection, name, move |backend, name| backend.heat(name, cells).ok_or(ChangeError::NotFound)).await
 }
 
 /// Change how a VM is tracked; returns its heat.

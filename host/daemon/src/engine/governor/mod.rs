@@ -154,12 +154,9 @@ impl Governor {
     fn wait(&self) {
         let mut inner = self.inner.locked();
         loop {
-            if inner.rests {
-                inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            }
             let lease = inner.lease.as_ref().map(|lease| lease.until_ms);
-            let Some(due_ms) = inner.due_ms.into_iter().chain(lease).min() else {
+            let due_ms = inner.due_ms.into_iter().chain(lease).min().filter(|_| !inner.rests);
+            let Some(due_ms) = due_ms else {
                 inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };

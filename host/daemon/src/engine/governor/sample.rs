@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 
 use ballast_adopt::cgroup;
-use ballast_base::{GIB, KIB, PAGE_SIZE, PageCount};
+use ballast_base::{KIB, PAGE_SIZE, PageCount};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample};
@@ -20,9 +20,6 @@ use crate::engine::adopted::sample;
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// 1/FREE_PART of the host's memory is kept free, at most MOST_FREE.
-const FREE_PART: u64 = 64;
-const MOST_FREE: u64 = GIB;
 /// The highest compression ratio that is assumed for far memory before one is measured.
 const BEST_RATIO: f64 = 8.0;
 
@@ -51,15 +48,11 @@ impl Memory {
         let bytes = |key| meminfo::number_in(text, key).map(|kib| kib * KIB);
         Some(Self { total: bytes("MemTotal")?, available: bytes("MemAvailable")? })
     }
-
-    fn min_free(self) -> u64 {
-        (self.total / FREE_PART).min(MOST_FREE)
-    }
 }
 
 /// Memory that the host can spare; 0 if the kernel does not report it.
 pub fn spare_bytes() -> u64 {
-    Memory::read().map_or(0, |memory| memory.available.saturating_sub(memory.min_free()))
+    Memory::read().map_or(0, |memory| memory.available.saturating_sub(HostSample::min_free(memory.total)))
 }
 
 impl Sampler {
@@ -110,7 +103,7 @@ fn host_sample(
     let sum = |vms: &[VmSample], of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(vms, |vm| vm.resident_bytes);
     let available = memory.available;
-    let min_free_bytes = memory.min_free();
+    let min_free_bytes = HostSample::min_free(memory.total);
     // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
     // used up: if nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));

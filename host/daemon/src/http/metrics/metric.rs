@@ -24,8 +24,10 @@ impl fmt::Display for Kind {
     }
 }
 
+/// Names and values.
+pub(crate) type Labels = Vec<(&'static str, String)>;
 /// One sample: labels beyond `domain`, and the value.
-pub(crate) type Sample = (Vec<(&'static str, String)>, f64);
+pub(crate) type Sample = (Labels, f64);
 
 /// The samples of a metric of the host.
 pub(crate) type HostSamples = fn(&HostStat) -> Vec<Sample>;
