@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
 use ballast_adopt::swap::Swap as HostSwap;
-use ballast_adopt::{Adopted, How, Memory, Program, Refusal, look};
+use ballast_adopt::{Adopted, Memory, Program, Refusal, look};
 use ballast_base::MIB;
 use ballast_testkit::program::install;
 use ballast_testkit::skip;
@@ -247,16 +247,6 @@ fn a_vm_in_namespaces_of_its_own_is_adopted_by_its_pid_here() {
     let vm = Adopted::new(look(pid).expect("found")).expect("adopted");
     assert_eq!((vm.vmm.name.as_deref(), vm.size(), vm.process.pid), (Some("pod"), 16 * MIB, pid));
     assert_eq!(memory(&vm).size, 16 * MIB);
-}
-
-#[test]
-fn without_a_cgroup_of_its_own_pages_are_named_and_the_reason_is_told() {
-    let Some(vmm) = Vmm::start("qemu-system-x86_64", &["-m", "16"]) else { return };
-    // It shares the cgroup of this test, or there is none of version 2.
-    match vmm.adopted().how() {
-        How::PageOut(why) => assert!(!why.to_string().is_empty()),
-        How::Reclaim(directory) => panic!("{} is not its own", directory.display()),
-    }
 }
 
 #[test]

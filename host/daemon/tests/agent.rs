@@ -140,8 +140,7 @@ fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
             }
             _ => {
                 // Dies with its host.
-                let old = daemon.kill_engine();
-                daemon.wait_for_engine_after(old);
+                daemon.replace_engine();
                 while fake.hear_frame().is_some() {}
             }
         }

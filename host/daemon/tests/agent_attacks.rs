@@ -1,30 +1,27 @@
-//! Attacks of a hostile agent while its guest's threads write and check each byte: false reports of all RAM, random
-//! messages, repeated and reordered messages, and impossible numbers.
+//! Attacks of a hostile agent while its guest's threads write and check each byte: false reports of all RAM, and
+//! impossible numbers.
 //!
 //! The tests check that no byte is lost, that faults are served, that no worker panics, and that the figures in the API
 //! stay bounded.
 
 mod common;
 
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ballast_api::{AgentState, NodeBalloon, VmPatch};
+use ballast_api::{NodeBalloon, VmPatch};
 use ballast_base::{MIB, PAGE_SIZE};
-use ballast_messages::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
+use ballast_messages::message::{NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_messages::run::COLD;
-use ballast_messages::{Kind, Run, ToGuest, ToHost, frame};
+use ballast_messages::{Kind, Run, ToGuest, ToHost};
 use ballast_testkit::random::Random;
 use ballast_testvm::Finally;
 use common::agent::{
-    Fake, HIGH, NONCES, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved, run,
+    Fake, HIGH, NONCES, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved,
 };
 use common::raw::Ram;
 use common::{Daemon, QUICK, until};
 
 const WORDS: usize = PAGE_SIZE / 8;
-/// Messages that need no new tokens, and some more.
-const MESSAGES: u64 = 200;
 
 /// A thread of the guest: checks and then writes all words of its pages, page by page in random order.
 fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&AtomicBool, &AtomicU64)) {
@@ -127,81 +124,6 @@ fn a_guest_that_reports_all_of_its_memory_as_its_kernels_is_held_to_its_limit() 
     });
     assert_eq!(daemon.vm("all-kernel").poisoned_bytes, 0);
     no_worker_panicked(&daemon);
-}
-
-/// A message with a valid checksum and session, and a random body, or a valid body with some changed bytes.
-fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
-    let tick = Tick { nodes: vec![Node::default(); 3], note: "a note".into(), ..Tick::default() };
-    let whole = match random.index(5) {
-        0 => ToHost::Tick(tick),
-        1 => ToHost::Report {
-            number: random.index(3) as u32,
-            last: random.index(2) == 0,
-            runs: vec![run(0, 9, COLD); 9],
-        },
-        2 => ToHost::Proof(vec![Run::of(random.index(PAGES as usize) as u64, 1)]),
-        3 => ToHost::Taken { node: u32::MAX, runs: vec![run(HIGH, u32::MAX, COLD)] },
-        _ => ToHost::Hello { agent: "x".into(), kernel: "y".into() },
-    };
-    let (whole, kind) = (whole.frame(session), random.index(8) as u16);
-    let mut body = whole[ballast_messages::frame::HEADER..].to_vec();
-    if random.index(2) == 0 {
-        body = (0..random.index(300)).map(|_| random.index(256) as u8).collect();
-    }
-    for _ in 0..random.index(4).min(body.len()) {
-        let at = random.index(body.len());
-        body[at] = random.of(&[0, 1, 0x7f, 0x80, 0xff]);
-    }
-    frame(session, kind, &body)
-}
-
-#[test]
-fn random_and_repeated_messages_are_counted_and_lose_no_byte() {
-    let _one = one_at_a_time();
-    let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
-    let port = Port::new();
-    let ram = Ram::new(PAGES);
-    let (_client, mut fake) = proved(&daemon, &port, &ram, "random");
-    daemon.api.set_limit("random", Some(32 * MIB)).expect("limit");
-    let (mut random, mut said) = (Random::seeded("BALLAST_AGENT_SEED"), Vec::new());
-    for _ in 0..MESSAGES {
-        said.extend(random_message(&mut random, fake.session));
-        // Half a message, and bytes that belong to none.
-        if random.index(8) == 0 {
-            let torn = random_message(&mut random, fake.session);
-            said.extend(&torn[..random.index(torn.len())]);
-        }
-    }
-    let before = agent_of(&daemon, "random").messages;
-    fake.stream.write_all(&said).expect("the engine listens");
-    // A torn message swallows up to 64 KiB.
-    fake.stream.write_all(&[0; 70 << 10]).expect("the engine listens");
-    until("all of it was read", || {
-        fake.stay_alive();
-        let shown = agent_of(&daemon, "random");
-        shown.garbage_bytes > 64 << 10 && shown.messages > before + 2
-    });
-    assert!(agent_of(&daemon, "random").rejected_messages > 0);
-    until("its memory is paged", || daemon.vm("random").resident_bytes <= 32 * MIB);
-
-    // Each page of RAM in a part, the last part first, and parts of two reports in turn: the last report counts.
-    fake.say(&ToHost::Report { number: 70, last: true, runs: vec![run(0, 1, COLD)] });
-    for number in [71, 72, 71, 72] {
-        fake.say(&ToHost::Report { number, last: false, runs: vec![run(0, 1, COLD); 10] });
-    }
-    let (old, whole) = (fake.session, ToHost::Report { number: 73, last: true, runs: vec![run(5, 1, COLD); MAX_RUNS] });
-    drop(fake);
-    // Everything of an old session again.
-    let mut fake = Fake::accept(&port);
-    let before = agent_of(&daemon, "random");
-    for _ in 0..20 {
-        fake.stream.write_all(&whole.frame(old)).expect("the engine listens");
-    }
-    until("it was heard", || agent_of(&daemon, "random").messages >= before.messages + 20);
-    let after = agent_of(&daemon, "random");
-    assert_eq!((after.reports, after.state), (before.reports, AgentState::Silent));
-    no_worker_panicked(&daemon);
-    all_is_there(&ram);
 }
 
 #[test]

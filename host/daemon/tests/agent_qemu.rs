@@ -5,19 +5,18 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use ballast_api::{AgentStat, AgentState, NodeBalloon, TieringState, VmPatch};
 use ballast_base::{Bytes, MIB};
 use ballast_testkit::program::Ends;
 use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
-use common::{Daemon, missing, until};
+use common::{Daemon, built, missing, until};
 
 const TIMEOUT: Duration = Duration::from_secs(240);
 /// A guest booted by `ballast run --agent` with these options.
 fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Builder) -> QemuGuest {
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    let ballast = built("ballast");
     let (ballast, attach) = (ballast.to_string_lossy(), daemon.attach_socket());
     let attach = attach.to_string_lossy();
     let words = [&[&*ballast, "run", "--agent"], options, &["--name", "guest", "--attach-socket", &attach, "--"]];
@@ -94,13 +93,12 @@ fn the_port_of_a_qemu_in_its_own_network_and_pid_namespaces_reaches_the_engine()
         return;
     }
     let daemon = Daemon::start("");
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     let line = "run --agent --name guest -- qemu-system-x86_64 -S -nodefaults -display none -accel tcg -m 64M \
                 -machine pc,memory-backend=r -object memory-backend-memfd,id=r,size=64M,share=on";
     let _qemu = Ends(
         std::process::Command::new("unshare")
             .args(["--net", "--pid", "--fork", "--kill-child"])
-            .arg(ballast)
+            .arg(built("ballast"))
             .args(line.split_whitespace())
             .env("BALLAST_SOCKET", daemon.attach_socket())
             .stdin(std::process::Stdio::null())
@@ -116,14 +114,13 @@ fn the_port_of_a_qemu_that_goes_into_the_background_reaches_the_engine() {
         return;
     }
     let daemon = Daemon::start("");
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     // As Proxmox starts it, except for its `-id`, an option of its own QEMU.
     let uuid = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
     let line = "run --agent --add-memory-backend -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S \
                 -nodefaults -display none -accel tcg -smp 1,sockets=1,cores=1,maxcpus=1 -m 64 \
                 -object memory-backend-ram,id=ram-node0,size=64M -numa node,nodeid=0,cpus=0,memdev=ram-node0";
     let pid = daemon.dir().join("pid");
-    let status = std::process::Command::new(ballast)
+    let status = std::process::Command::new(built("ballast"))
         .args(line.split_whitespace())
         .args(["-smbios", &format!("type=1,uuid={uuid}"), "-pidfile"])
         .arg(&pid)

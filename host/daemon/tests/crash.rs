@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
 use common::raw::Ram;
-use common::{BUSY, Daemon, QUICK, missing, moment, no_disk, signal_process, spilling, until};
+use common::{BUSY, Daemon, QUICK, is_running, missing, moment, no_disk, signal_process, spilling, until};
 
 fn kills() -> u32 {
     std::env::var("BALLAST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(40)
@@ -26,8 +26,7 @@ fn an_engine_killed_again_and_again_loses_no_byte() {
     let before = daemon.vm("victim");
     for round in 0..kills() {
         std::thread::sleep(moment(round));
-        let old = daemon.kill_engine();
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
     }
     until("pages came back", || daemon.vm("victim").faults.restore > before.faults.restore);
     assert_eq!(daemon.host().engine_restarts, u64::from(kills()));
@@ -44,17 +43,7 @@ fn a_vm_of_three_fault_workers_loses_no_byte_when_any_process_is_killed() {
         let engine = daemon.engine_pid().expect("an engine");
         until("it has all userfaultfds", || userfaultfds(engine) == 3);
         std::thread::sleep(moment(round));
-        // The engine alone; the keeper alone, whose engine is ended by the next keeper; both.
-        if round % 3 != 0 {
-            daemon.kill_keeper();
-        }
-        if round % 3 != 1 {
-            common::kill(engine);
-        }
-        if round % 3 != 0 {
-            daemon.restart_keeper();
-        }
-        daemon.wait_for_engine_after(engine);
+        daemon.kill_any(round);
         until("the guest is attached", || daemon.api.vm("victim").is_ok());
     }
     guest.finish();
@@ -90,38 +79,6 @@ fn signals_that_end_the_terminal_or_the_unit_of_an_engine_do_not_end_the_engine(
 }
 
 #[test]
-fn an_engine_stopped_before_it_opened_its_vms_is_ended_by_the_next_keeper() {
-    let mut daemon = Daemon::start(QUICK);
-    let guest = Guest::start(&daemon, "victim", BUSY);
-    for _ in 0..kills() / 20 {
-        daemon.evicts("victim");
-        let old = daemon.kill_engine();
-        // Before its `exec` it is a copy of the keeper, with all the keeper's descriptors.
-        let is_engine =
-            |pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("\0engine\0"));
-        let new = || daemon.engine_pid().filter(|pid| *pid != old && is_engine(*pid));
-        until("another engine is started", || new().is_some());
-        // It may have read the order to open the VM, or that waits in its socket.
-        let late = new().expect("an engine");
-        common::signal_process(late, Signal::STOP);
-        daemon.kill_keeper();
-        daemon.restart_keeper();
-        daemon.wait_for_engine_after(late);
-        until("the guest is attached again", || daemon.api.vm("victim").is_ok());
-        // If it was told of the VM, it was ended; if not, it finds that it has no keeper.
-        common::signal_process(late, Signal::CONT);
-        until("the late engine is gone", || !is_running(late));
-    }
-    guest.finish();
-}
-
-/// Whether there is such a process, other than a zombie.
-fn is_running(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
-}
-
-#[test]
 fn a_vmm_that_unmaps_ram_unannounced_loses_the_limit_but_no_byte_of_the_rest() {
     const PAGES: u64 = 2048;
     let Some(daemon) = Daemon::with_uffd(QUICK) else { return };
@@ -130,8 +87,7 @@ fn a_vmm_that_unmaps_ram_unannounced_loses_the_limit_but_no_byte_of_the_rest() {
     let _client = gone.join(kept.vm(&daemon, "careless").limit(1 << 20)).attach().expect("attach");
     until("most pages are far", || daemon.api.vm("careless").is_ok_and(|vm| vm.far_bytes > (2 * PAGES - 512) * 4096));
     gone.unmap();
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     for page in 0..PAGES {
         assert!(kept.is_marked(page), "page {page}\n{}", daemon.log());
     }
@@ -153,8 +109,7 @@ fn all_pinned_memory_is_resident_when_the_answer_comes() {
     let vm = daemon.vm("pinned");
     assert_eq!((vm.far_bytes, vm.resident_bytes), (0, PAGES * 4096), "{vm:?}");
     // A successor holds it, too, and restores nothing because nothing is far.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the VM runs", || daemon.api.vm("pinned").is_ok_and(|vm| vm.status == VmStatus::Running));
     assert_eq!(daemon.vm("pinned").class, VmClass::Pinned);
 }
@@ -177,8 +132,7 @@ fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
             spilled(&daemon, "victim");
         }
         std::thread::sleep(moment(round));
-        let old = daemon.kill_engine();
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
     }
     spilled(&daemon, "victim");
     let events = daemon.api.events().expect("events");
@@ -203,8 +157,7 @@ fn an_engine_killed_while_huge_pages_go_out_and_come_back_whole_loses_no_byte() 
     daemon.evicts("victim");
     for round in 0..kills() / 2 {
         std::thread::sleep(moment(round));
-        let old = daemon.kill_engine();
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
     }
     daemon.evicts("victim");
     let vm = daemon.vm("victim");
@@ -225,8 +178,7 @@ fn an_engine_killed_while_huge_pages_go_to_a_file_loses_no_byte() {
         if round % 5 == 0 {
             daemon.kill_and_restart_keeper(false);
         } else {
-            let old = daemon.kill_engine();
-            daemon.wait_for_engine_after(old);
+            daemon.replace_engine();
         }
         until("the guest is attached", || daemon.api.vm("victim").is_ok());
     }
@@ -246,15 +198,8 @@ fn a_keeper_killed_and_started_again_finds_the_pages_in_the_file() {
     for round in 0..kills() / 10 {
         spilled(&daemon, "victim");
         std::thread::sleep(moment(round));
-        let orphan = daemon.engine_pid().expect("an engine");
-        daemon.kill_keeper();
         // Every other time the engine dies, too, so that only the guest's process has the file.
-        if round % 2 == 0 {
-            common::kill(orphan);
-        }
-        std::thread::sleep(moment(round + 1));
-        daemon.restart_keeper();
-        daemon.wait_for_engine_after(orphan);
+        daemon.kill_and_restart_keeper(round % 2 == 0);
         until("the guest is attached again", || daemon.api.vm("victim").is_ok());
     }
     spilled(&daemon, "victim");
@@ -269,11 +214,7 @@ fn a_keeper_whose_settings_no_longer_spill_still_restores_pages_from_the_file() 
     let mut daemon = Daemon::start(&spilling("8M", &std::env::temp_dir()));
     let guest = Guest::start(&daemon, "victim", BUSY);
     spilled(&daemon, "victim");
-    let orphan = daemon.engine_pid().expect("an engine");
-    daemon.kill_keeper();
-    std::fs::write(daemon.dir().join("ballastd.toml"), QUICK).expect("write the configuration");
-    daemon.restart_keeper();
-    daemon.wait_for_engine_after(orphan);
+    daemon.restart_with(QUICK);
     until("the guest is attached again", || daemon.api.vm("victim").is_ok());
     assert_eq!(daemon.host().file_budget_bytes, 0);
     until("all of the file is back", || daemon.vm("victim").far_file_bytes == 0);
@@ -288,37 +229,6 @@ fn a_vm_attaches_without_a_file_store_where_there_can_be_none() {
     assert!(daemon.events("spill-unavailable")[0].message.contains("/no/such/directory"));
     assert_eq!(daemon.vm("victim").file_bytes, 0);
     guest.finish();
-}
-
-#[test]
-fn a_vm_that_dies_leaves_nothing_behind() {
-    let daemon = Daemon::start(QUICK);
-    let guest = Guest::start(&daemon, "victim", BUSY);
-    daemon.evicts("victim");
-    assert!(daemon.host().store_bytes > 0);
-    drop(guest);
-    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
-    until("its store is empty", || daemon.host().store_bytes == 0);
-    // Another VM may have the name now.
-    let guest = Guest::start(&daemon, "victim", BUSY);
-    guest.finish();
-}
-
-#[test]
-fn ten_vms_at_once_keep_their_bytes_through_kills() {
-    let daemon = Daemon::start(QUICK);
-    let args = "--workload hotset --ram 12M --limit 4M --threads 1";
-    let guests: Vec<Guest> = (0..10).map(|n| Guest::start(&daemon, &format!("vm-{n}"), args)).collect();
-    until("all are attached", || daemon.api.vms().is_ok_and(|vms| vms.len() == 10));
-    for round in 0..kills() / 20 {
-        daemon.evicts("vm-7");
-        std::thread::sleep(moment(round));
-        let old = daemon.kill_engine();
-        daemon.wait_for_engine_after(old);
-    }
-    for guest in guests {
-        guest.finish();
-    }
 }
 
 #[test]

@@ -8,21 +8,15 @@ mod common;
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
 use ballast_api::{SourceKind, VmPatch};
 use ballast_base::MIB;
 use ballast_testvm::qemu::{QEMU, qemu_missing};
-use common::{Daemon, missing, until};
+use common::{Daemon, built, missing, until};
 
 const UUID: &str = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
-
-fn ballast() -> PathBuf {
-    let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
-    program
-}
 
 /// A directory with the emulator, under QEMU's name.
 struct Emulator(tempfile::TempDir);
@@ -30,7 +24,7 @@ struct Emulator(tempfile::TempDir);
 impl Emulator {
     fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        symlink(ballast(), dir.path().join(QEMU)).expect("a link");
+        symlink(built("ballast"), dir.path().join(QEMU)).expect("a link");
         Self(dir)
     }
 
@@ -168,8 +162,7 @@ fn a_stock_domain_is_managed_and_keeps_its_settings_over_its_life() {
     assert_eq!(from(&vm, "limit"), Some((SourceKind::Operator, None)));
     // Rules go by the current name; settings that an operator never named come from rules.
     assert_eq!(from(&vm, "shares"), None, "the rule was for another name: {vm:?}");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     assert_eq!(daemon.vm("database").limit_bytes, Some(64 * MIB));
     assert_eq!(from(&daemon.vm("database"), "limit"), Some((SourceKind::Operator, None)));
     // Another domain with the old name has another UUID.

@@ -75,8 +75,7 @@ impl Rig {
     fn check_the_rest(&self, lost_before: u64) {
         assert_eq!(self.daemon.engine_pid(), Some(self.engine), "{}", self.daemon.log());
         assert_eq!(self.calm.lost(0..PAGES), 0);
-        let old = self.daemon.kill_engine();
-        self.daemon.wait_for_engine_after(old);
+        self.daemon.replace_engine();
         assert_eq!((self.calm.lost(0..PAGES), self.ram.lost(0..PAGES)), (0, lost_before), "{}", self.daemon.log());
         assert!(!self.daemon.log().contains("panicked"), "{}", self.daemon.log());
     }

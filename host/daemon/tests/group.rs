@@ -3,23 +3,14 @@
 
 mod common;
 
-use ballast_api::{UpgradeRequest, UpgradeStage};
+use ballast_api::UpgradeStage;
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
+use common::upgrades::{begin, ended, this_build};
 use common::{BUSY, Daemon, kill, moment, until};
 
 /// Pages move all the time. The guests' data is equal at first, and differs more and more.
 const SETTINGS: &str = "quarantine_ms = 5\n[dedup]\ntwins = [\"twin-*\"]\n";
-
-fn moves(daemon: &Daemon, name: &str) {
-    let mut first = None;
-    until("pages go out and come back", || {
-        let Ok(vm) = daemon.api.vm(name) else { return false };
-        let now = (vm.reclaim.evicted_pages, vm.faults.restored_pages);
-        let then = *first.get_or_insert(now);
-        now.0 > then.0 && now.1 > then.1
-    });
-}
 
 fn is_empty(daemon: &Daemon) {
     until("nothing of them is left", || daemon.api.host().is_ok_and(|host| host.vms == 0 && host.store_bytes == 0));
@@ -32,7 +23,7 @@ fn engine_keeper_and_members_die_in_every_order_and_no_other_member_loses_a_byte
     for round in 0..12 {
         let name = format!("twin-victim-{round}");
         let victim = Guest::start(&daemon, &name, BUSY);
-        ["twin-1", "twin-2", &name].iter().for_each(|name| moves(&daemon, name));
+        ["twin-1", "twin-2", &name].iter().for_each(|name| moves(&daemon.api, name));
         std::thread::sleep(moment(round));
         let engine = daemon.engine_pid().expect("an engine");
         // The engine before the member, after it, with the keeper, without.
@@ -58,7 +49,7 @@ fn engine_keeper_and_members_die_in_every_order_and_no_other_member_loses_a_byte
         daemon.wait_for_engine_after(engine);
         if round % 4 != 1 && round % 4 != 2 {
             until("it is attached", || daemon.api.vm(&name).is_ok());
-            moves(&daemon, &name);
+            moves(&daemon.api, &name);
         }
         drop(victim);
         until("the others are attached", || ["twin-1", "twin-2"].iter().all(|name| daemon.api.vm(name).is_ok()));
@@ -74,16 +65,15 @@ fn an_upgrade_moves_members_one_after_the_other_and_loses_none() {
     let daemon = Daemon::start(SETTINGS);
     let guests = ["twin-1", "twin-2", "twin-3"].map(|name| Guest::start(&daemon, name, BUSY));
     for _ in 0..3 {
-        ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon, name));
+        ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon.api, name));
         let old = daemon.host().engine_pid;
-        let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
-        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
-        until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
-        assert_eq!(daemon.api.upgrade().expect("answered").longest_gap_us, 0, "{}", daemon.log());
+        begin(&daemon, &this_build());
+        let now = ended(&daemon);
+        assert_eq!((now.stage, now.longest_gap_us), (UpgradeStage::Done, 0), "{}", daemon.log());
         // It may not have ended yet.
         assert_ne!(daemon.host().engine_pid, old);
     }
-    ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon, name));
+    ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon.api, name));
     guests.into_iter().for_each(|guest| drop(guest.finish()));
     is_empty(&daemon);
 }

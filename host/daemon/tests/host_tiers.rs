@@ -56,8 +56,7 @@ fn cold_memory_is_on_the_slow_node_and_the_next_engine_finds_it_there() {
         until("half of the memory is slow", || is_divided(&tiers()));
         let before = tiers();
         assert_eq!((before.fast_node, before.slow_node, before.fast_limit_bytes), (0, 1, BYTES / 2));
-        let engine = daemon.kill_engine();
-        daemon.wait_for_engine_after(engine);
+        daemon.replace_engine();
         until("the next engine has found it", || is_divided(&tiers()));
         // Moves continue while pages are evicted and restored.
         let limit = VmPatch { limit_bytes: Some(Some(BYTES / 2)), ..VmPatch::default() };

@@ -3,12 +3,12 @@
 
 mod common;
 
-use ballast_api::{UpgradeStage, VmStat, VmStatus};
+use ballast_api::{UpgradeStage, VmStatus};
 use ballast_base::Bytes;
 use ballast_testvm::fuse::Fuse;
 
 use common::guest::Guest;
-use common::raw::{Ram, files, open};
+use common::raw::{Ram, files};
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, missing, spilling, until};
 
@@ -32,9 +32,7 @@ fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_pages_in_ram() {
     daemon.goes_to_file_and_back("victim");
     let hangs = fuse.hold_on();
     for _ in 0..3 {
-        let old = daemon.engine_pid().expect("an engine");
-        common::kill(old);
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
         until("it is served", || is_served(&daemon, "victim"));
         until("it is said that its disk does not answer", || daemon.has_event_of("victim", "spill-unavailable"));
         assert!(daemon.api.metrics().expect("metrics").contains("victim"));
@@ -159,27 +157,6 @@ fn a_vm_is_restored_while_the_disk_hangs_and_its_memory_is_plugged_and_freed() {
 }
 
 #[test]
-fn a_restore_that_is_ended_and_repeated_while_the_disk_hangs_is_no_failure() {
-    let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
-    let ram = Ram::new(4096);
-    ram.mark();
-    let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
-    until("pages are on the disk", || daemon.api.vm("mine").is_ok_and(|vm| vm.far_file_bytes > 4 << 20));
-    let hangs = fuse.hold_on();
-    daemon.api.restore("mine").expect("asked for");
-    until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
-    for _ in 0..20 {
-        daemon.api.end_restore("mine").expect("ended");
-        daemon.api.restore("mine").expect("asked for again");
-    }
-    drop(hangs);
-    until("all is back", || daemon.vm("mine").far_bytes == 0);
-    assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
-    assert!(!daemon.has_event_of("mine", "restore-failed"), "{}", daemon.log());
-}
-
-#[test]
 fn an_engine_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_next() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
@@ -197,10 +174,8 @@ fn an_engine_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_nex
             fuse.wait_for_held(1);
             // After this, the reads are late.
             Guest::start(&daemon, "other", "--workload uniform --ram 16M --limit 8M").finish();
-            let old = daemon.engine_pid().expect("an engine");
             if is_killed {
-                common::kill(old);
-                daemon.wait_for_engine_after(old);
+                daemon.replace_engine();
                 until("it is served", || is_served(&daemon, "mine"));
             } else {
                 let moving = || daemon.log().matches("the upgrade goes on stage=Moving").count();
@@ -216,27 +191,4 @@ fn an_engine_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_nex
     }
     assert!(!daemon.has_event_of("mine", "page-lost"), "{}", daemon.log());
     assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
-}
-
-#[test]
-fn a_vm_that_loses_words_while_the_disk_hangs_is_reopened_and_its_pages_there_wait() {
-    let Some(fuse) = disk() else { return };
-    let daemon = Daemon::start(&spilling("8M", &fuse.dir()));
-    let ram = Ram::new(4096);
-    ram.mark();
-    let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
-    // No write is in flight, which would be waited for, and none begins, because no more must be evicted.
-    let is_there = |vm: VmStat| vm.resident_bytes <= 2 << 20 && vm.far_file_bytes == vm.far_bytes;
-    until("all that is far is on the disk", || daemon.api.vm("mine").is_ok_and(is_there));
-    let hangs = fuse.hold_on();
-    let state = open(&files(daemon.engine_pid().expect("an engine"), "ballast-state")[0]);
-    // The last page of words.
-    let size = state.metadata().expect("stat").len();
-    state.set_len(size - 4096).expect("cut");
-    let lost = ram.lost(3584..4096);
-    until("it is opened again", || daemon.has_event_of("mine", "memory-mended"));
-    assert!(lost > 0 && daemon.vm("mine").far_bytes > 0);
-    drop(hangs);
-    assert_eq!(ram.lost(0..3584), 0, "{}", daemon.log());
-    assert_eq!(ram.lost(3584..4096), lost);
 }

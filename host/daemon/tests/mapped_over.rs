@@ -87,8 +87,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
     assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
     assert_eq!(daemon.events("ram-kept").len(), 1, "it is said once");
     // A successor finds out itself.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the limit holds after a takeover", || held(&daemon));
     let wrong = (0..PAGES).filter(|page| !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes after a takeover\n{}", daemon.log());
@@ -123,8 +122,7 @@ fn a_vm_with_other_mappings_in_its_ram_is_served_by_the_next_engine() {
         assert_eq!(wrong, 0, "pages with wrong bytes {when}\n{}", daemon.log());
         until("the limit holds", || held(&daemon));
     };
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     check("after a takeover");
     upgrades::begin(&daemon, &upgrades::this_build());
     let now = upgrades::ended(&daemon);

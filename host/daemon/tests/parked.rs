@@ -65,20 +65,6 @@ fn is_served_in_the_end(daemon: &Daemon, name: &str, guest: Guest) {
 }
 
 #[test]
-fn an_engine_dies_while_a_vmm_is_parked_and_its_successor_serves_all_others() {
-    let Some(fuse) = fuse() else { return };
-    let daemon = Daemon::start(QUICK);
-    let (bystander, parked, held) = one_parked(&daemon, &fuse);
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
-    everything_works(&daemon, "bystander");
-    until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
-    drop(held);
-    is_served_in_the_end(&daemon, "parked", parked);
-    bystander.finish();
-}
-
-#[test]
 fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_the_next_serves_all_others() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
@@ -90,36 +76,13 @@ fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_the_next_serves_all_others()
         daemon.engine_pid().filter(is_new).is_some_and(|pid| sleeps_in(pid, "orders", "userfaultfd_register"))
     });
     for _ in 0..3 {
-        let old = daemon.engine_pid().expect("an engine");
-        common::kill(old);
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
         everything_works(&daemon, "bystander");
     }
     until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
     assert!(!is_served(&daemon, "parked"), "an engine that is not done with it may still register its memory");
     drop(held);
     is_served_in_the_end(&daemon, "parked", parked);
-    bystander.finish();
-}
-
-#[test]
-fn two_parked_vmms_and_a_server_that_never_returns() {
-    let Some(fuse) = fuse() else { return };
-    let daemon = Daemon::start(QUICK);
-    let bystander = Guest::start(&daemon, "bystander", BUSY);
-    let mut parked = ["one", "two"].map(|name| parkable(&daemon, &fuse, name));
-    let [one, two] = &mut parked;
-    let _held = [park(&fuse, one, 1), park(&fuse, two, 2)];
-    for _ in 0..3 {
-        let old = daemon.engine_pid().expect("an engine");
-        common::kill(old);
-        daemon.wait_for_engine_after(old);
-        everything_works(&daemon, "bystander");
-    }
-    fuse.end();
-    for (name, guest) in ["one", "two"].into_iter().zip(parked) {
-        is_served_in_the_end(&daemon, name, guest);
-    }
     bystander.finish();
 }
 
@@ -137,8 +100,7 @@ fn more_parked_vmms_than_cpus_keep_nobody_from_being_served() {
         everything_works(&daemon, "bystander");
     }
     // Also where its successor's threads wait for locks.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     everything_works(&daemon, "bystander");
     drop(held);
     for (name, guest) in names.iter().zip(parked) {
@@ -153,8 +115,7 @@ fn keeper_and_engine_die_while_a_vmm_is_parked() {
     let mut daemon = Daemon::start(QUICK);
     let (bystander, parked, held) = one_parked(&daemon, &fuse);
     // First its engine only, so that the next one has a thread in the parked VM.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     for both in [true, false] {
         daemon.kill_and_restart_keeper(both);
         until("the bystander is attached again", || is_served(&daemon, "bystander"));
@@ -171,9 +132,7 @@ fn a_parked_vmm_is_killed_and_forgotten_when_it_can_die() {
     let daemon = Daemon::start(QUICK);
     let (bystander, parked, held) = one_parked(&daemon, &fuse);
     for _ in 0..2 {
-        let old = daemon.engine_pid().expect("an engine");
-        common::kill(old);
-        daemon.wait_for_engine_after(old);
+        daemon.replace_engine();
     }
     common::kill(parked.pid());
     everything_works(&daemon, "bystander");

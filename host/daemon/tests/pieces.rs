@@ -12,7 +12,7 @@ use ballast_base::{Bytes, Hva};
 use ballast_client::{Client, Ram as Described, RamExtent};
 use ballast_sys::{Mapping, memfd};
 use common::raw::Ram;
-use common::{Daemon, kill, until};
+use common::{Daemon, until};
 
 const PAGE: u64 = 4096;
 const LIMIT: u64 = 2 << 20;
@@ -55,18 +55,7 @@ fn vms_in_pieces_of_one_file_keep_limits_and_bytes_when_any_process_is_killed() 
     squeezed(&daemon);
     assert_eq!(daemon.vm("first").size_bytes, 2401 * PAGE);
     for round in 0..9 {
-        let engine = daemon.engine_pid().expect("an engine");
-        // The engine alone; the keeper alone, whose engine is ended by the next keeper; both.
-        if round % 3 != 0 {
-            daemon.kill_keeper();
-        }
-        if round % 3 != 1 {
-            kill(engine);
-        }
-        if round % 3 != 0 {
-            daemon.restart_keeper();
-        }
-        daemon.wait_for_engine_after(engine);
+        daemon.kill_any(round);
         for (_, ram) in [&first, &second] {
             let pages = ram.map.len() as u64 / PAGE;
             assert!((0..pages).all(|page| ram.is_marked(page)), "a byte was lost in round {round}");

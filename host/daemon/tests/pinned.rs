@@ -60,8 +60,7 @@ fn ram_in_1_gib_pages_pins_its_vm_even_if_plugged_into_a_paged_one() {
     });
     grows.remove_region(at).expect("unplugged");
     // The next engine finds out again.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the next engine pages it, and not the other one", || {
         class("grows") == Some(VmClass::Burstable) && class("large") == Some(VmClass::Pinned)
     });

@@ -90,14 +90,6 @@ fn without_a_policy_nobody_has_a_target_and_a_policy_leaves_none_when_it_ends() 
     daemon.api.patch_policy(&set(Kind::None)).expect("set");
     until("the target is gone", || targets(&daemon) == [None]);
     until("nothing is reclaimed any more", || daemon.vm("one").resident_bytes > 40 * MIB);
-    for (patch, text) in [
-        (PolicyPatch { tick_ms: Some(1), ..PolicyPatch::default() }, "tick"),
-        (PolicyPatch { threshold: Some(0.0), ..PolicyPatch::default() }, "threshold"),
-        (PolicyPatch { budget_bytes: Some(Some(7)), ..PolicyPatch::default() }, "budget"),
-    ] {
-        let (status, why) = refusal(daemon.api.patch_policy(&patch));
-        assert!(status == 422 && why.contains(text), "{patch:?}: {why}");
-    }
     guest.finish();
 }
 
@@ -119,8 +111,7 @@ fn operators_settings_and_a_policy_set_while_it_ran_outlive_the_engine() {
     assert_eq!(vm.warnings.len(), 2, "limit below size; shares 0 beside a reservation: {:?}", vm.warnings);
     daemon.api.patch_policy(&PolicyPatch { tick_ms: Some(30), ..set(Kind::Pressure) }).expect("set");
     until("it runs", || daemon.api.policy().is_ok_and(|stat| stat.ticks > 2));
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the VM is back", || daemon.api.vm("one").is_ok_and(|vm| vm.status == VmStatus::Running));
     let again = daemon.vm("one");
     assert_eq!((again.settings, again.limit_bytes, again.class), (vm.settings, Some(40 * MIB), VmClass::Guaranteed));
@@ -150,9 +141,6 @@ fn contradictions_and_impossible_promises_are_refused_and_change_nothing() {
             "would be 70 MiB, and the budget is 64 MiB",
         ),
         ("two", VmPatch { class: Some(Some(VmClass::Guaranteed)), ..VmPatch::default() }, "the budget is 64 MiB"),
-        ("two", VmPatch { class: Some(Some(VmClass::Pinned)), ..VmPatch::default() }, "cannot be set"),
-        ("two", VmPatch { protect_bytes: Some(Some(64 * MIB)), ..limit(16 * MIB) }, "may have, 16 MiB"),
-        ("two", VmPatch { shares: Some(Some(1_000_000)), ..VmPatch::default() }, "out of range"),
     ] {
         let before = daemon.vm(name);
         let (status, why) = refusal(daemon.api.patch_vm(name, &patch));

@@ -5,7 +5,6 @@
 
 mod common;
 
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,10 +16,9 @@ use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
 use ballast_pool::Reserve;
-use ballast_sys::Mapping;
 use ballast_testkit::random::Random;
 
-use common::pooled::Pooled;
+use common::pooled::{Pooled, end, mapped};
 use common::{missing, until};
 
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
@@ -64,9 +62,7 @@ fn a_vm_that_searches_for_others_data() {
     let pages = if name.starts_with("demand") { Pages::OnDemand } else { pages };
     let wanted = Take { name: name.into(), size, pages, nodes: Nodes::Any };
     let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
-    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
-    let map = Mapping::shared_pieces(&places).expect("map");
-    drop(places);
+    let map = mapped(&pieces);
     let attach = |pieces| {
         let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
         let builder = ballast_client::Client::builder().ram(ram).name(name);
@@ -104,16 +100,14 @@ fn a_managed_vm_pages_in_huge_pages_of_the_pool_without_a_write_back_at_its_end(
     until("the VM is attached", || api.vm("managed").is_ok_and(|vm| vm.resident_bytes == 40 * MIB));
     api.set_limit("managed", Some(20 * MIB)).expect("limit");
     until("half of it is far", || api.vm("managed").is_ok_and(|vm| vm.far_bytes >= 20 * MIB));
-    vm.kill().expect("kill");
-    vm.wait().expect("reap");
+    end(&mut vm);
     pooled.settled(64);
     let events = api.events().expect("events");
     assert!(events.iter().all(|event| event.kind != "writing-back"), "{events:?}");
     assert_eq!(pooled.pages(), 32);
     let mut next = pooled.vm("next", 64);
     pooled.searched(&mut next, "next");
-    next.kill().expect("kill");
-    next.wait().expect("reap");
+    end(&mut next);
 }
 
 #[test]
@@ -123,17 +117,14 @@ fn memory_of_a_killed_vm_returns_zeroed_and_a_new_engine_knows_all_owners() {
     // Until it has received its memory, it asks the next engine again.
     pooled.searched(&mut vm, "first");
     assert!(pooled.stat().vms.iter().any(|vm| vm.name == "first" && vm.bytes == 32 * MIB));
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().replace_engine();
     until("the next engine has the pool", || pooled.stat().nodes.iter().any(|node| node.used_bytes == 32 * MIB));
     assert_eq!(pooled.stat().vms[0].name, "first");
-    vm.kill().expect("kill");
-    vm.wait().expect("reap");
+    end(&mut vm);
     // A VM that asks for all of it waits until it is there.
     let mut next = pooled.vm("next", 64);
     pooled.searched(&mut next, "next");
-    next.kill().expect("kill");
-    next.wait().expect("reap");
+    end(&mut next);
     pooled.settled(64);
     assert_eq!(pooled.pages(), 32);
     let lent = pooled.daemon().api.lend_pool(&lend(64 * MIB)).expect("lend");
@@ -142,8 +133,7 @@ fn memory_of_a_killed_vm_returns_zeroed_and_a_new_engine_knows_all_owners() {
     let when_short = LendRequest { when_short: true, ..lend(128 * MIB) };
     let set = pooled.daemon().api.lend_pool(&when_short).expect("lend");
     assert_eq!((set.lent_when_short_bytes, set.nodes[0].lent_bytes), (128 * MIB, 64 * MIB));
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().replace_engine();
     until("the next engine has the pool", || pooled.stat().lent_when_short_bytes == 128 * MIB);
     let said = pooled.daemon().api.lend_pool(&LendRequest { node: Some(0), ..when_short }).expect_err("of a node");
     assert!(said.to_string().contains("of all nodes"), "{said}");
@@ -174,8 +164,7 @@ fn a_vm_on_pages_of_a_gib_is_pinned_through_deaths_and_the_next_finds_zeros() {
         let pool = pooled.stat();
         pool.nodes.iter().map(|node| node.used_bytes).sum::<u64>() == used && pool.vms.len() == usize::from(used > 0)
     };
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().replace_engine();
     until("the next engine has the pool and the VM", || has(&pooled, GIB) && is_pinned(&pooled));
     for with_engine in [false, true] {
         pooled.daemon.as_mut().expect("it runs").kill_and_restart_keeper(with_engine);
@@ -186,14 +175,12 @@ fn a_vm_on_pages_of_a_gib_is_pinned_through_deaths_and_the_next_finds_zeros() {
     let lent = pooled.daemon().api.lend_pool(&LendRequest { pages: PoolPages::Gib, ..lend(2 * GIB) }).expect("lend");
     let gib = lent.gib.expect("it is there");
     assert_eq!((gib.nodes[0].lent_bytes, pooled.pages()), (GIB, 1), "{:?}", gib.notes);
-    vm.kill().expect("kill");
-    vm.wait().expect("reap");
+    end(&mut vm);
     until("its page is back", || has(&pooled, 0));
     pooled.settled(1 << 10);
     let mut next = pooled.vm("next-gib", 1 << 10);
     pooled.searched(&mut next, "next-gib");
-    next.kill().expect("kill");
-    next.wait().expect("reap");
+    end(&mut next);
     pooled.settled(1 << 10);
     assert_eq!(pooled.pages(), 1, "a page is lost, or one too many");
     let metrics = pooled.daemon().api.metrics().expect("metrics");
@@ -223,9 +210,7 @@ fn memory_is_taken_and_lent_during_upgrades_and_no_request_is_refused() {
             let size = Bytes(12 * MIB);
             let pieces = take(&socket, &Take { name: name.into(), size, pages: Pages::Slices, nodes: Nodes::Any });
             let pieces = pieces.unwrap_or_else(|error| panic!("{error}\n{}", pooled.daemon().log()));
-            let places: Vec<_> =
-                pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
-            let map = Mapping::shared_pieces(&places).expect("map");
+            let map = mapped(&pieces);
             for page in (0..map.len()).step_by(PAGE_SIZE) {
                 let word = &map.words(page, 1)[0];
                 assert_eq!(word.swap(SECRET, Ordering::Relaxed), 0, "another VM's memory was there");

@@ -7,7 +7,6 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
@@ -21,7 +20,7 @@ use ballast_client::pool::take;
 use ballast_client::{Client, Ram};
 use ballast_sys::{Mapping, memfd};
 
-use common::pooled::Pooled;
+use common::pooled::{Pooled, mapped};
 use common::{missing, until};
 
 const BE_A_VM: &str = "BALLAST_TEST_ON_DEMAND_VM";
@@ -66,9 +65,7 @@ fn a_vm_that_touches_as_much_as_it_is_told() {
     let (size, dir) = (Bytes(mib.parse::<u64>().expect("a size") * MIB), Path::new(dir));
     let wanted = Take { name: name.into(), size, pages: Pages::OnDemand, nodes };
     let pieces = take(&dir.join("pool.sock"), &wanted).expect("memory");
-    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
-    let map = Mapping::shared_pieces(&places).expect("map");
-    drop(places);
+    let map = mapped(&pieces);
     let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
     let _client = Client::builder().ram(ram).name(name).socket(dir.join("attach.sock")).attach().expect("attach");
     let parent = rustix::process::getppid();
@@ -327,10 +324,7 @@ fn vms_promised_more_than_there_is_touch_all_of_it_in_turn_whatever_is_killed() 
     for round in 0..4 {
         first.tell(EACH);
         match round {
-            1 => {
-                let old = pooled.daemon().kill_engine();
-                pooled.daemon().wait_for_engine_after(old);
-            }
+            1 => pooled.daemon().replace_engine(),
             2 | 3 => pooled.daemon.as_mut().expect("it runs").kill_and_restart_keeper(round == 3),
             _ => {}
         }
@@ -353,8 +347,7 @@ fn vms_promised_more_than_there_is_touch_all_of_it_in_turn_whatever_is_killed() 
         pooled.daemon().api.patch_vm(name, &patch).map(drop).map_err(|error| error.to_string())
     };
     class_of("first", VmClass::Guaranteed).expect("the other one can have as much far as is missing");
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().replace_engine();
     let said = class_of("second", VmClass::Guaranteed).expect_err("neither could have anything far");
     assert!(said.contains("far at most then, and"), "{said}");
     class_of("first", VmClass::Burstable).expect("it takes less");
@@ -406,8 +399,7 @@ fn pages_on_demand_are_of_the_requested_nodes_even_after_they_were_far() {
     both.touch(16);
     assert_eq!(far.pages_by_node(), counts(&[(other, 12)]));
     assert_eq!(both.pages_by_node(), counts(&[(one, 4), (other, 4)]));
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().replace_engine();
     pooled.daemon().vm("far");
     pooled.daemon().api.set_limit("far", Some(8 * MIB)).expect("limit");
     until("most of it is far", || pooled.daemon().vm("far").far_bytes >= 14 * MIB);
@@ -441,8 +433,7 @@ fn a_node_that_promised_too_much_is_divided_and_vms_elsewhere_touch_all_they_hav
     for round in 0..2 {
         first.tell(EACH);
         if round == 1 {
-            let old = pooled.daemon().kill_engine();
-            pooled.daemon().wait_for_engine_after(old);
+            pooled.daemon().replace_engine();
         }
         first.goes_on();
         both.touch(16);

@@ -6,7 +6,6 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -17,14 +16,13 @@ use ballast_api::{PoolPages, VmClass};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_client::pool::take;
-use ballast_sys::Mapping;
 use ballast_testvm::qemu::load::{Dataset, load, verify};
 use ballast_testvm::qemu::{QEMU, QemuGuest, qemu_missing};
 
 use serde_json::{Value, json};
 
-use common::pooled::Pooled;
-use common::{kill, missing, until};
+use common::pooled::{Pooled, end, mapped};
+use common::{built, kill, missing, until};
 
 /// MiB of the pool.
 const POOL: u64 = 320;
@@ -35,9 +33,8 @@ const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// `ballast run --pool` with these pages, as words before a QEMU command line.
 fn on_the_pool(pooled: &Pooled, name: &str, pages: &str) -> Vec<String> {
-    let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
-    let (program, socket) = (program.display().to_string(), pooled.daemon().attach_socket().display().to_string());
+    let (program, socket) =
+        (built("ballast").display().to_string(), pooled.daemon().attach_socket().display().to_string());
     [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", pages, "--"].map(str::to_owned).to_vec()
 }
 
@@ -82,8 +79,7 @@ fn a_debian_guest_on_the_pool_is_paged_and_its_memory_returns_zeroed() {
     until("resident is at the limit", || daemon.vm("pooled").resident_bytes <= limit);
     let vm = daemon.vm("pooled");
     assert!(vm.far_bytes > 0 && vm.far_bytes.is_multiple_of(HUGE_SIZE as u64), "{vm:?}");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     let read = verify(guest.redis_addr(), &data).expect("Redis answers");
     assert_eq!((read.verified, read.wrong, read.missing), (data.keys(), 0, 0), "{read:?}\n{}", daemon.log());
 
@@ -94,8 +90,7 @@ fn a_debian_guest_on_the_pool_is_paged_and_its_memory_returns_zeroed() {
     assert_eq!(pooled.pages() * HUGE_SIZE as u64, POOL * MIB, "a page is lost, or one too many");
     let wanted = Take { name: "next".into(), size: Bytes(POOL * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     let pieces = take(&pooled.dir.join("pool.sock"), &wanted).expect("all of it");
-    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
-    let map = Mapping::shared_pieces(&places).expect("map");
+    let map = mapped(&pieces);
     let is_zero = map.words(0, map.len() / 8).iter().all(|word| word.load(Ordering::Relaxed) == 0);
     assert!(is_zero, "somebody finds what the guest left");
 }
@@ -155,8 +150,7 @@ fn a_qemu_on_demand_has_only_what_its_firmware_touches_and_so_has_its_dimm() {
     assert_eq!((pool.promised_bytes, pool.vms.len()), (96 * MIB, 2), "{pool:?}");
     assert!(pool.touched_bytes < 64 * MIB, "{pool:?}");
     assert_eq!(stand_in_bytes(child.id()), 0);
-    child.kill().expect("kill");
-    child.wait().expect("reap");
+    end(&mut child);
     pooled.settled(128);
     assert_eq!(pooled.pages(), 64, "a page is lost, or one too many");
 }
@@ -205,8 +199,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
             None => assert_eq!(daemon.vm("dimms").class, VmClass::Pinned),
         }
         if engine_dies {
-            let old = daemon.kill_engine();
-            daemon.wait_for_engine_after(old);
+            daemon.replace_engine();
             until("the next engine has the pool", || used() == base + dimm);
         }
         qmp("object-del", json!({ "id": id }));
@@ -225,8 +218,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
     qmp("query-status", json!({}));
     drop(next);
-    child.kill().expect("kill");
-    child.wait().expect("reap");
+    end(&mut child);
     pooled.settled(all / MIB);
     assert_eq!(pooled.pages() * page.bytes(), all, "a page is lost, or one too many");
 }

@@ -23,7 +23,7 @@ use ballast_testkit::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
-use common::{Daemon, missing, until};
+use common::{Daemon, built, missing, until};
 
 /// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
@@ -40,16 +40,9 @@ fn one_at_a_time() -> MutexGuard<'static, ()> {
     GUEST.locked()
 }
 
-/// The `ballast` program, beside `ballastd`.
-fn ballast() -> PathBuf {
-    let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
-    program
-}
-
 /// `ballast run` with this name, as words before a QEMU command line.
 fn under_ballast(daemon: &Daemon, name: &str, more: &[&str]) -> Vec<String> {
-    let (program, socket) = (ballast(), daemon.attach_socket());
+    let (program, socket) = (built("ballast"), daemon.attach_socket());
     let mut words = vec![program.to_string_lossy().into_owned(), "run".into(), "--name".into(), name.into()];
     words.extend(["--attach-socket".into(), socket.to_string_lossy().into_owned()]);
     words.extend(more.iter().map(|word| (*word).to_owned()));
@@ -129,8 +122,7 @@ fn a_debian_guest_with_redis_keeps_every_byte_through_reclaim_and_deaths() {
     assert!(output.status.success() && screen.contains("size = resident + far + zero + untouched"), "{screen}");
     assert!(!screen.contains("DOES NOT ADD UP"), "{screen}");
 
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     assert_eq!(stat(&daemon, "redis").limit_bytes, Some(limit));
     verify_all(&daemon, &guest, &data, 0);
     let after = stat(&daemon, "redis");
@@ -170,16 +162,14 @@ fn a_debian_guest_is_reclaimed_in_whole_huge_pages_and_keeps_every_byte() {
     let squeezed = squeeze(&daemon, "huge", before.resident_bytes / 2 / MIB * MIB);
     assert!(squeezed.far_bytes > 0 && squeezed.far_bytes.is_multiple_of(HUGE_SIZE as u64), "{squeezed:?}");
     assert!(squeezed.resident_bytes.is_multiple_of(HUGE_SIZE as u64), "{squeezed:?}");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     verify_all(&daemon, &guest, &data, 0);
     assert!(stat(&daemon, "huge").faults.restore > squeezed.faults.restore, "nothing was restored");
 }
 
 /// `ballast vm stat NAME`.
 fn vm_stat(daemon: &Daemon, name: &str) -> Output {
-    let socket = daemon.dir().join("api.sock");
-    Command::new(ballast()).arg("--socket").arg(socket).args(["vm", "stat", name]).output().expect("run ballast")
+    daemon.ballast().args(["vm", "stat", name]).output().expect("run ballast")
 }
 
 /// Sends Redis these commands in its inline form, and checks that none fails.
@@ -289,8 +279,7 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     assert!(used.regions[1].resident_bytes > 56 * MIB, "{used:?}");
     let squeezed = squeeze(&daemon, "grows", used.resident_bytes / 2);
     assert!(squeezed.far_bytes > 0, "{squeezed:?}");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     assert_eq!(stat(&daemon, "grows").regions.len(), 2, "a successor knows the DIMM");
 
     qmp.unplug_dimm("dimm0").expect("QEMU asks the guest");
@@ -307,8 +296,7 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     until("the DIMM is forgotten", || daemon.vm("grows").size_bytes == MEMORY);
     let vm = stat(&daemon, "grows");
     assert_eq!(vm.regions.len(), 1, "{vm:?}");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     assert_eq!(stat(&daemon, "grows").size_bytes, MEMORY, "a successor has forgotten it, too");
     same_sums(&daemon, &guest);
 }
@@ -386,71 +374,6 @@ fn no_page_leaves_ram_that_another_process_maps_until_that_process_is_gone() {
 }
 
 #[test]
-fn the_child_of_a_qemu_with_async_teardown_does_not_suspend_the_limit() {
-    if missing("qemu", qemu_missing()) {
-        return;
-    }
-    let help = Command::new(QEMU).arg("-help").output().expect("run QEMU");
-    let help = String::from_utf8_lossy(&help.stdout).into_owned();
-    let option =
-        [("async-teardown=on|off", &["-run-with", "async-teardown=on"][..]), ("-async-teardown", &["-async-teardown"])];
-    let option = option.iter().find(|(text, _)| help.contains(text));
-    if missing("async-teardown", option.is_none().then_some("this QEMU does not have it")) {
-        return;
-    }
-    let (_, words) = option.expect("looked at above");
-    let _one = one_at_a_time();
-    let daemon = Daemon::start(CONFIG);
-    let guest = stopped(&daemon, "teardown", 64 * MIB, &[], QemuGuest::builder().extra_args(words.iter().copied()));
-    let children = format!("/proc/{0}/task/{0}/children", guest.pid());
-    let children = std::fs::read_to_string(children).expect("QEMU runs");
-    assert_eq!(children.split_ascii_whitespace().count(), 1, "the child that tears down: {children:?}");
-    let ram = ram_file(guest.pid());
-    let mapping = Mapping::shared(&ram, 0, 64 << 20).expect("map QEMU's RAM");
-    (16 << 20..48 << 20).step_by(4096).for_each(|at| mapping.copy_in(at, &at.to_le_bytes()));
-    drop((mapping, ram));
-    squeeze(&daemon, "teardown", 8 * MIB);
-    assert_eq!(stat(&daemon, "teardown").status, VmStatus::Running);
-}
-
-#[test]
-fn the_ram_of_a_killed_qemu_is_complete_in_its_file_and_the_next_qemu_has_it() {
-    if missing("qemu", qemu_missing()) {
-        return;
-    }
-    const MEMORY: u64 = 128 * MIB;
-    /// Guest-physical addresses that the test writes: the firmware uses none of them.
-    const WRITTEN: std::ops::Range<usize> = 16 << 20..96 << 20;
-    let _one = one_at_a_time();
-    let daemon = Daemon::start(CONFIG);
-    let file = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm").expect("a file in a tmpfs");
-    file.as_file().set_len(MEMORY).expect("grow it");
-    let path = file.path().to_str().expect("text");
-    let start = |name: &str| {
-        let object = format!("memory-backend-file,id=ram0,size={MEMORY},share=on,mem-path={path}");
-        stopped(&daemon, name, MEMORY, &[], QemuGuest::builder().memory_object(&object))
-    };
-    let page = |at: usize| (at as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(512);
-    let wrong = || {
-        let bytes = std::fs::read(file.path()).expect("read the RAM");
-        WRITTEN.step_by(4096).filter(|at| bytes[*at..*at + 4096] != page(*at)).count()
-    };
-    let first = start("first");
-    let mapping = Mapping::shared(file.as_file(), 0, MEMORY as usize).expect("map the RAM");
-    WRITTEN.step_by(4096).for_each(|at| mapping.copy_in(at, &page(at)));
-    drop(mapping);
-    squeeze(&daemon, "first", 16 * MIB);
-    drop(first);
-    // Attached once the far pages of the first one are written back.
-    let second = start("second");
-    assert_eq!(wrong(), 0, "{}", daemon.log());
-    squeeze(&daemon, "second", 16 * MIB);
-    drop(second);
-    until("what was far is written back", || daemon.events("written-back").len() == 2);
-    assert_eq!(wrong(), 0, "{}", daemon.log());
-}
-
-#[test]
 fn run_without_a_shared_backend_prints_the_missing_flags_or_adds_them() {
     if missing("qemu", qemu_missing()) {
         return;
@@ -484,25 +407,6 @@ fn run_without_a_shared_backend_prints_the_missing_flags_or_adds_them() {
     assert!(guest.stderr_log().contains("added to the command line: -object"), "{}", guest.stderr_log());
     guest.kill();
     until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
-}
-
-#[test]
-fn the_figures_of_every_region_add_up() {
-    if missing("qemu", qemu_missing()) {
-        return;
-    }
-    let _one = one_at_a_time();
-    let daemon = Daemon::start(CONFIG);
-    let _guest = stopped(&daemon, "sums", 96 * MIB, &[], QemuGuest::builder());
-    let vm = stat(&daemon, "sums");
-    for region in &vm.regions {
-        let parts = region.resident_bytes
-            + region.far_bytes
-            + region.zero_bytes
-            + region.untouched_bytes
-            + region.poisoned_bytes;
-        assert_eq!(region.size_bytes, parts, "{region:?}");
-    }
 }
 
 /// `System RAM` in the guest's list of its addresses: first and last byte.
@@ -562,8 +466,7 @@ fn guest_ranges_agree_with_the_guest_around_the_pci_hole_and_for_a_plugged_dimm(
     assert!(screen.contains("0x100000000-0x17fffffff"), "{screen}");
 
     // It outlives the engine that learned it.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("it is served again", || seen(&daemon) == expected);
     daemon.kill_keeper();
     daemon.restart_keeper();
@@ -578,7 +481,7 @@ fn a_qemu_without_a_monitor_for_ballast_reports_no_guest_addresses() {
     }
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
-    let library = ballast().with_file_name("libballast_preload.so");
+    let library = built("libballast_preload.so");
     let guest = QemuGuest::builder()
         .name("plain")
         .memory(Bytes(256 * MIB))

@@ -5,13 +5,14 @@ mod common;
 
 use std::os::unix::fs::FileExt;
 
-use ballast_api::{UpgradeRequest, UpgradeStage};
+use ballast_api::UpgradeStage;
 use ballast_handover::secret::Secret;
 use ballast_handover::state_file::StateFile;
 use ballast_testvm::valkey::{self, Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
 use common::raw::{Ram, files, open};
+use common::upgrades::{begin, ended, this_build};
 use common::vmm::Program;
 use common::{Daemon, missing, until};
 
@@ -41,8 +42,7 @@ fn start(layout: Layout) -> Option<Valkey> {
 
 /// Kills the engine; "victim" goes to the cluster and back under the next one.
 fn engine_dies(daemon: &Daemon) {
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     daemon.goes_to_file_and_back("victim");
 }
 
@@ -104,9 +104,8 @@ fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_serv
     daemon.goes_to_file_and_back("victim");
     engine_dies(&daemon);
     keeper_dies(&mut daemon);
-    let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
-    daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
-    until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
+    begin(&daemon, &this_build());
+    assert_eq!(ended(&daemon).stage, UpgradeStage::Done);
     daemon.goes_to_file_and_back("victim");
     assert!(daemon.vm("victim").far_remote_bytes > 0);
     assert!(valkey.keys().expect("keys") > 1);
@@ -146,8 +145,7 @@ fn a_damaged_or_wrong_key_costs_the_pages_that_it_sealed_and_no_other_vm_a_page(
             _ => {}
         }
     }
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the lost key is an event of its VM", || daemon.has_event_of("damaged", "remote-key-lost"));
     let lost = [0, 1, 2].map(|at| rams[at].lost(0..PAGES));
     assert!(lost[0] > PAGES / 2 && lost[1] > PAGES / 2 && lost[2] == 0, "{lost:?}");
@@ -157,25 +155,6 @@ fn a_damaged_or_wrong_key_costs_the_pages_that_it_sealed_and_no_other_vm_a_page(
     let log = daemon.log();
     assert!(!log.contains("panicked"), "{log}");
     assert_eq!(daemon.engine_pid(), Some(daemon.host().engine_pid), "{}", daemon.log());
-}
-
-#[test]
-fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_without_a_gap() {
-    let Some(valkey) = start(Layout::default()) else { return };
-    let daemon = Daemon::start(&remote(&valkey));
-    let guest = Guest::start(&daemon, "victim", BUSY);
-    for _ in 0..4 {
-        daemon.goes_to_file_and_back("victim");
-        let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
-        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
-        until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
-        assert_eq!(daemon.api.upgrade().expect("answered").longest_gap_us, 0, "{}", daemon.log());
-    }
-    daemon.goes_to_file_and_back("victim");
-    let remote = daemon.host().remote.expect("a remote store");
-    assert!(remote.used_bytes > 0, "what the engines before have put counts: {remote:?}");
-    guest.finish();
-    until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
 }
 
 #[test]
@@ -218,8 +197,7 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
     valkey.wait_whole().expect("whole again");
     // Nothing responds for a while: pages there wait, and the engine may die.
     (0..valkey.len()).for_each(|node| valkey.stop(node).expect("stop"));
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the guest is served", || daemon.api.vm("victim").is_ok());
     (0..valkey.len()).for_each(|node| valkey.go_on(node).expect("go on"));
     daemon.goes_to_file_and_back("victim");
@@ -242,9 +220,8 @@ fn settings_with_another_cluster_or_none_are_reported_and_cost_no_page() {
         if event == "remote-other" {
             until("the guest waits", || !daemon.events("store-late").is_empty());
         } else {
-            let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
-            daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
-            until("an upgrade ends well", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
+            begin(&daemon, &this_build());
+            assert_eq!(ended(&daemon).stage, UpgradeStage::Done);
         }
         let vm = daemon.vm("victim");
         assert!(vm.far_remote_bytes > 0 && vm.poisoned_bytes == 0, "{vm:?}");

@@ -13,7 +13,7 @@ use std::time::Duration;
 use ballast_api::{Client, HostStat};
 
 use common::guest::{Guest, moves};
-use common::{BUSY, missing, until};
+use common::{BUSY, built, missing, until};
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
 
@@ -28,12 +28,6 @@ struct Systemd {
 
 /// The unit raises this setting.
 const MAPPINGS: &str = "/proc/sys/vm/max_map_count";
-
-fn program(name: &str) -> PathBuf {
-    let program = Path::new(env!("CARGO_BIN_EXE_ballastd")).with_file_name(name);
-    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
-    program
-}
 
 impl Systemd {
     /// `None` where it cannot run.
@@ -153,13 +147,13 @@ fn runs(pid: u32) -> (u64, u64) {
 fn the_unit_reloads_to_the_installed_file_or_reports_why_not() {
     let Some(systemd) = Systemd::start() else { return };
     for name in ["ballastd", "ballast"] {
-        systemd.install(&program(name), name);
+        systemd.install(&built(name), name);
     }
     systemd.does(&["start", "ballastd"]);
     // It counts as started when it answers, so a guest can attach at once.
     let at_once = Client::new(systemd.at("run/ballast/api.sock")).expect("client");
     at_once.host().expect("it answers");
-    let ballastd = program("ballastd");
+    let ballastd = built("ballastd");
     let at = (&systemd.api, &*systemd.at("run/ballast/attach.sock"));
     let guest = Guest::start_at(&ballastd, at, "victim", BUSY, &[]);
     moves(&systemd.api, "victim");

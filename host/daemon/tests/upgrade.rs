@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use common::guest::{Guest, moves};
 use common::raw::{files, open};
 use common::upgrades::{begin, ended, next_build, request, this_build};
-use common::{BUSY, Daemon, QUICK, moment, no_disk, spilling, until, upgrades};
+use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
 /// A short quarantine, and a policy that decides all the time.
 const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
@@ -163,23 +163,4 @@ fn a_successor_that_stops_in_the_middle_is_ended_and_its_vms_go_back() {
     assert_ne!(daemon.host().engine_pid, next);
     moves(&daemon.api, "one");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
-}
-
-#[test]
-fn a_vm_with_pages_on_disk_moves_too() {
-    if no_disk() {
-        return;
-    }
-    let daemon = Daemon::start(&spilling("8M", &std::env::temp_dir()));
-    let guest = Guest::start(&daemon, "victim", "--workload uniform --ram 48M --limit 16M --threads 1");
-    daemon.goes_to_file_and_back("victim");
-    for round in 0..upgrades::count() / 2 {
-        std::thread::sleep(moment(round));
-        begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
-        let now = ended(&daemon);
-        let expected = (UpgradeStage::Done, 0);
-        assert_eq!((now.stage, now.longest_gap_us), expected, "{now:?}\n{}", daemon.log());
-        daemon.goes_to_file_and_back("victim");
-    }
-    guest.finish();
 }

@@ -72,8 +72,7 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
     assert!(!daemon.events("keeper-upgraded").is_empty());
 
     // It sees its engine die, and its VMs end; and a keeper that is started can follow it.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     moves(&daemon.api, "first");
     drop(guests.pop().map(Guest::finish));
     until("the VM is gone", || daemon.api.vms().is_ok_and(|vms| vms.len() == 1));
@@ -96,7 +95,7 @@ fn an_engine_that_dies_is_followed_by_one_of_its_own_program() {
         if installs != "none" {
             script(&daemon, "ballastd-installed", "exit 3");
         }
-        daemon.wait_for_engine_after(daemon.kill_engine());
+        daemon.replace_engine();
         moves(&daemon.api, "victim");
         assert_eq!(name().as_deref(), Some("ballastd\n"), "{}", daemon.log());
     }
@@ -132,7 +131,7 @@ fn a_program_installed_over_the_one_that_serves_does_not_become_the_keeper() {
     assert_eq!(now.keeper_replaced, Some(true), "{now:?}\n{}", daemon.log());
     assert!(!dies.exists() && daemon.host().keeper_pid == pid, "{}", daemon.log());
     // Its engines are of that program, too.
-    daemon.wait_for_engine_after(daemon.kill_engine());
+    daemon.replace_engine();
     moves(&daemon.api, "victim");
     guest.finish();
 }

@@ -10,7 +10,7 @@ use ballast_api::{VmClass, VmStatus};
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
 use common::raw::{Ram, RawClient};
 use common::vmm::{Program, Vmm};
-use common::{Daemon, missing, until};
+use common::{Daemon, is_running, missing, until};
 use rustix::process::Signal;
 
 /// Pages are evicted soon.
@@ -213,11 +213,9 @@ fn an_engine_that_dies_while_it_writes_back_has_a_successor_that_continues() {
     let vmm = program.start(&daemon, "linked", file.to_str().expect("text"), PAGES);
     squeeze(&daemon, "linked");
     // It sees the end of the VMM only just before it is killed.
-    let engine = daemon.engine_pid().expect("an engine");
-    common::stop_process(engine);
+    common::stop_process(daemon.engine_pid().expect("an engine"));
     vmm.kill();
-    daemon.kill_engine();
-    daemon.wait_for_engine_after(engine);
+    daemon.replace_engine();
     until("its pages are back", || has_event(&daemon, "written-back"));
     assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
 }
@@ -232,12 +230,8 @@ fn an_engine_without_a_keeper_writes_back_before_it_ends() {
     let engine = daemon.engine_pid().expect("an engine");
     daemon.kill_keeper();
     vmm.kill();
-    until("the engine ends", || !std::path::Path::new(&format!("/proc/{engine}/status")).exists() || is_zombie(engine));
+    until("the engine ends", || !is_running(engine));
     assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
-}
-
-fn is_zombie(pid: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "))
 }
 
 #[test]
@@ -283,18 +277,14 @@ fn a_dump_of_a_vmm_is_complete_after_an_operators_restore_and_the_limit_stays() 
     let mut vmm = program.start(&daemon, "core", "memfd", PAGES);
     squeeze(&daemon, "core");
     assert!(pages_missing_in_a_dump(&vmm) > PAGES / 2, "what is far is not in it");
-    let ballast = std::path::PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     let restore = |words: &[&str]| {
-        let mut command = std::process::Command::new(&ballast);
-        command.arg("--socket").arg(daemon.dir().join("api.sock")).args(["vm", "restore", "core"]).args(words);
-        let output = command.output().expect("run ballast");
+        let output = daemon.ballast().args(["vm", "restore", "core"]).args(words).output().expect("run ballast");
         assert!(output.status.success(), "{output:?}\n{}", daemon.log());
     };
     restore(&[]);
     assert_eq!(pages_missing_in_a_dump(&vmm), 0);
     // The next engine keeps it resident, too.
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("it has the process, too", || daemon.vm("core").status != VmStatus::Recovering);
     let vm = daemon.vm("core");
     assert_eq!((vm.limit_bytes, vm.far_bytes, vm.status), (Some(LIMIT), 0, VmStatus::Blocked), "{vm:?}");

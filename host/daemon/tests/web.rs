@@ -23,10 +23,9 @@ struct Web {
 
 impl Web {
     fn start(daemon: &Daemon) -> Self {
-        let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-        let mut command = Command::new(ballast);
-        command.arg("--socket").arg(daemon.dir().join("api.sock")).arg("web");
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("ballast is built");
+        let mut command = daemon.ballast();
+        let mut child =
+            command.arg("web").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("ballast is built");
         let mut address = String::new();
         let mut said = BufReader::new(child.stdout.take().expect("piped"));
         said.read_line(&mut address).expect("an address");
@@ -139,14 +138,9 @@ fn top_shows_real_vms() {
     common::until("it waits, and says why", || {
         daemon.api.vm("web").is_ok_and(|vm| vm.why.is_some_and(|why| why.contains("its operator's limit holds it")))
     });
-    let ballast = || Command::new(PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast"));
-    let socket = daemon.dir().join("api.sock");
-    let text = |command: &mut Command| {
-        let ended = command.output().expect("ballast is built");
-        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-        String::from_utf8(ended.stdout).expect("UTF-8")
-    };
-    let frame = text(ballast().arg("--socket").arg(&socket).args(["top", "--once"]));
+    let ended = daemon.ballast().args(["top", "--once"]).output().expect("it runs");
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let frame = String::from_utf8(ended.stdout).expect("UTF-8");
     assert!(frame.contains("16 MiB") && frame.contains("\nweb "), "{frame}");
     drop(guest.finish());
 }
@@ -172,8 +166,8 @@ fn promtool_finds_nothing_in_the_metrics_and_the_rules() {
 #[test]
 fn events_are_followed_over_the_death_of_an_engine() {
     follow_over_a_death(|daemon| {
-        let mut command = Command::new(PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast"));
-        command.arg("--socket").arg(daemon.dir().join("api.sock")).args(["events", "--follow", "--vm", "web"]);
+        let mut command = daemon.ballast();
+        command.args(["events", "--follow", "--vm", "web"]);
         command
     });
 }
@@ -202,8 +196,7 @@ fn follow_over_a_death(command: impl FnOnce(&Daemon) -> Command) {
     let mut next = |wanted: &str| said.by_ref().map_while(Result::ok).find(|line| line.contains(wanted));
     let guest = Guest::start(&daemon, "web", "--workload idle --ram 16M");
     assert!(next("attached").is_some());
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
+    daemon.replace_engine();
     until("the VM is open", || daemon.api.set_limit("web", Some(8 << 20)).is_ok());
     assert!(next("limit").is_some());
     drop(guest.finish());

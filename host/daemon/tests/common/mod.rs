@@ -100,6 +100,13 @@ impl Daemon {
         }
     }
 
+    /// The `ballast` program, which asks this daemon.
+    pub fn ballast(&self) -> Command {
+        let mut command = Command::new(built("ballast"));
+        command.arg("--socket").arg(self.dir().join("api.sock"));
+        command
+    }
+
     /// Kills the engine. Returns its pid.
     pub fn kill_engine(&self) -> u32 {
         let pid = self.engine_pid().expect("an engine runs");
@@ -110,6 +117,11 @@ impl Daemon {
     /// Waits until another engine than `old` answers.
     pub fn wait_for_engine_after(&self, old: u32) {
         until("another engine answers", || self.api.host().is_ok_and(|host| host.engine_pid != old));
+    }
+
+    /// Kills the engine, and waits until its successor answers.
+    pub fn replace_engine(&self) {
+        self.wait_for_engine_after(self.kill_engine());
     }
 
     /// Kills the keeper. Its engine continues to serve.
@@ -137,11 +149,7 @@ impl Daemon {
         let keeper = self.keeper_pid();
         let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
         // A killed one may still exist, while the kernel keeps one of its threads.
-        let is_alive = |pid: &u32| {
-            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-        };
-        children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
+        children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(|pid| is_running(*pid)).collect()
     }
 
     pub fn engine_pid(&self) -> Option<u32> {
@@ -167,6 +175,15 @@ impl Daemon {
         }
         self.restart_keeper();
         self.wait_for_engine_after(engine);
+    }
+
+    /// Kills the engine alone; the keeper alone, whose engine is ended by the next keeper; or both. Returns when the
+    /// next engine answers.
+    pub fn kill_any(&mut self, round: u32) {
+        match round % 3 {
+            0 => self.replace_engine(),
+            kills => self.kill_and_restart_keeper(kills == 2),
+        }
     }
 
     /// Restarts keeper and engine with this configuration.
@@ -256,6 +273,19 @@ pub fn limit_descriptors(pid: u32, most: &str) -> bool {
     let _forks = may_fork();
     let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
     set.expect("prlimit").status.success()
+}
+
+/// The program or library of this name, beside `ballastd`.
+pub fn built(name: &str) -> PathBuf {
+    let file = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name(name);
+    assert!(file.is_file(), "{} is not built: run `cargo build --workspace` first", file.display());
+    file
+}
+
+/// Whether there is this process, other than a zombie.
+pub fn is_running(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
 /// Sends SIGKILL.

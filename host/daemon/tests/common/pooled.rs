@@ -3,13 +3,16 @@
 //! Before: a test wants memory of the pool. After: there is some, zeroed.
 //! Threads: one such daemon at a time.
 
+use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command};
 use std::sync::{Mutex, MutexGuard};
 
 use ballast_api::{PoolPages, PoolRequest, PoolStat};
 use ballast_base::MIB;
+use ballast_client::RamExtent;
 use ballast_pool::{Host, Page};
+use ballast_sys::Mapping;
 use ballast_sys::lock::Lock;
 use ballast_testkit::skip;
 
@@ -107,6 +110,18 @@ impl Pooled {
     fn mount(&self) -> PathBuf {
         self.part().join(self.host.page().files())
     }
+}
+
+/// Maps memory of the pool, piece after piece.
+pub fn mapped(pieces: &[RamExtent]) -> Mapping {
+    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
+    Mapping::shared_pieces(&places).expect("map")
+}
+
+/// Kills a VM, and waits until it has ended.
+pub fn end(vm: &mut Child) {
+    vm.kill().expect("kill");
+    vm.wait().expect("reap");
 }
 
 impl Drop for Pooled {

@@ -2,10 +2,10 @@
 
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use super::{Daemon, missing, until};
+use super::{Daemon, built, missing, until};
 
 /// The program, and its directory.
 pub struct Program {
@@ -54,7 +54,10 @@ impl Program {
         };
         if let Some((daemon, name)) = attached {
             let variables = [("BALLAST_VM_NAME", name), ("BALLAST_REQUIRE", "1")];
-            command.env("LD_PRELOAD", library()).env("BALLAST_SOCKET", daemon.attach_socket()).envs(variables);
+            command
+                .env("LD_PRELOAD", built("libballast_preload.so"))
+                .env("BALLAST_SOCKET", daemon.attach_socket())
+                .envs(variables);
         }
         command.args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("start the VMM");
@@ -65,13 +68,6 @@ impl Program {
         assert_eq!(vmm.hear(), expected);
         vmm
     }
-}
-
-/// The preload library, beside `ballastd`.
-fn library() -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("libballast_preload.so");
-    assert!(path.is_file(), "{} is not built: run `cargo build --workspace` first", path.display());
-    path
 }
 
 /// A running VMM; killed on drop.
