@@ -81,8 +81,10 @@ pub(super) fn stat(served: &Served) -> VmStat {
         regions: regions(vm, memory),
         agent: agent(vm.agent().shown(), &vm.agent().balloon()),
         host_tiers: vm.tuning.tiers.map(|tiers| host_tiers(&stats, tiers, memory)),
-        // `Shown::stat` adds sources and reasons.
-        ..VmStat::default()
+        // `Shown::stat` adds these two.
+        sources: Vec::new(),
+        why: None,
+        adopted: None,
     }
 }
 
