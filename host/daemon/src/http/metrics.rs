@@ -14,7 +14,7 @@ use super::backend::{Backend, Histogram};
 pub(super) mod metric;
 pub(super) mod table;
 
-use metric::{Labels, Metric, Sample};
+use metric::{Labels, Metric, Samples};
 use table::{EVENTS, FAULT_DURATION, HEAT, HOST, POOL, RESTORE_STAGE, VM};
 
 pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -61,7 +61,7 @@ impl Page {
     }
 
     /// The samples of each of these, which also get its labels.
-    fn samples<T>(&mut self, metrics: &[Metric<fn(&T) -> Vec<Sample>>], all: &[(Labels, &T)]) {
+    fn samples<T>(&mut self, metrics: &[Metric<Samples<T>>], all: &[(Labels, &T)]) {
         for metric in metrics {
             self.head(metric);
             for (labels, one) in all {

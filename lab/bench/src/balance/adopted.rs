@@ -24,7 +24,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("vms", specs.len());
         row.fact("level_pct", level);
         row.fact("level_bytes", bytes);
-        row.fact("policy", POLICY.word());
+        row.fact("policy", POLICY.to_string());
         let seen = measure(bench, &mut all.cast, POLICY, Some(bytes), scale, scale.windows)?;
         row.figure_of("engine_cpu_pct", &seen, |window| window.engine_us / window.seconds / 1e4);
         let base = all.after(bench, scale)?;

@@ -112,7 +112,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("level_pct", level);
         row.fact("level_bytes", bytes);
         row.fact("vm_bytes", scale.ram_bytes);
-        row.fact("policy", POLICY.word());
+        row.fact("policy", POLICY.to_string());
         let seen = measure(bench, &mut ours.cast, POLICY, Some(bytes), scale, scale.windows)?;
         row.figure_of("limit_changes_per_min", &seen, |window| window.changed as f64 * 60.0 / window.seconds);
         row.figure_of("control_cpu_us_per_tick", &seen, |window| window.control_us / window.ticks.max(1) as f64);

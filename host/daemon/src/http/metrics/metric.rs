@@ -5,8 +5,6 @@
 
 use std::fmt;
 
-use ballast_api::{HostStat, PoolNode, VmHeat, VmStat};
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Gauge,
@@ -29,15 +27,9 @@ pub(crate) type Labels = Vec<(&'static str, String)>;
 /// One sample: labels beyond `domain`, and the value.
 pub(crate) type Sample = (Labels, f64);
 
-/// The samples of a metric of the host.
-pub(crate) type HostSamples = fn(&HostStat) -> Vec<Sample>;
-/// The samples of a metric of a VM; each also gets the label `domain`.
-pub(crate) type VmSamples = fn(&VmStat) -> Vec<Sample>;
-
-/// The samples of a metric of a node of the pool; each also gets the labels `node` and `pages`.
-pub(crate) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
-/// The samples of a metric of a VM's heat, while it is tracked; each also gets the label `domain`.
-pub(crate) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
+/// The samples of a metric of the host, of a node of the pool, of a VM, or of a VM's heat while it is tracked. Those of
+/// a node also get the labels `node` and `pages`; those of a VM and its heat, `domain`.
+pub(crate) type Samples<T> = fn(&T) -> Vec<Sample>;
 
 pub(crate) struct Metric<S> {
     pub(crate) name: &'static str,

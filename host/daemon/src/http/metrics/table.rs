@@ -5,11 +5,14 @@
 //! Promise: labels are bounded (names of VMs and nodes, and fixed words), and a test compares the names with the
 //! documentation.
 
-use ballast_api::{AgentStat, AgentState, HostStat, HostTierStat, NodeStat, RemoteNode, TieringStat, VmStat, VmStatus};
+use ballast_api::{
+    AgentStat, AgentState, HostStat, HostTierStat, NodeStat, PoolNode, RemoteNode, TieringStat, VmHeat, VmStat,
+    VmStatus,
+};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
-use super::metric::{HeatSamples, HostSamples, Kind, Metric, PoolSamples, Sample, VmSamples, metric};
+use super::metric::{Kind, Metric, Sample, Samples, metric};
 
 fn one(value: u64) -> Vec<Sample> {
     vec![(Vec::new(), value as f64)]
@@ -50,7 +53,7 @@ fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
     (labels, pages(count) as f64)
 }
 
-pub(crate) const HOST: &[Metric<HostSamples>] = &[
+pub(crate) const HOST: &[Metric<Samples<HostStat>>] = &[
     metric("ballast_build_info", Kind::Gauge, "Always 1; the label names the engine's version.", |host| {
         vec![(vec![("version", host.version.clone())], 1.0)]
     }),
@@ -111,7 +114,7 @@ pub(crate) const HOST: &[Metric<HostSamples>] = &[
     }),
 ];
 
-pub(crate) const POOL: &[Metric<PoolSamples>] = &[
+pub(crate) const POOL: &[Metric<Samples<PoolNode>>] = &[
     metric("ballast_pool_reserved_bytes", Kind::Gauge, "Memory of the pool.", |node| one(node.reserved_bytes)),
     metric("ballast_pool_memory_bytes", Kind::Gauge, "The pool by what can be done with it.", |node| {
         let states = [
@@ -129,7 +132,7 @@ pub(crate) const POOL: &[Metric<PoolSamples>] = &[
     }),
 ];
 
-pub(crate) const VM: &[Metric<VmSamples>] = &[
+pub(crate) const VM: &[Metric<Samples<VmStat>>] = &[
     metric("ballast_vm_info", Kind::Gauge, "Always 1; the labels describe the VM.", |vm| {
         let (uuid, kind, class) = (vm.uuid.clone().unwrap_or_default(), vm.kind.to_string(), vm.class.to_string());
         let names = vec![("id", vm.id.clone()), ("uuid", uuid), ("vmm", vm.vmm.clone())];
@@ -312,7 +315,7 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
     }),
 ];
 
-pub(crate) const HEAT: &[Metric<HeatSamples>] = &[
+pub(crate) const HEAT: &[Metric<Samples<VmHeat>>] = &[
     metric("ballast_vm_wss_bytes", Kind::Gauge, "Working set: touched within the last three cycles.", |heat| {
         one(heat.wss_bytes)
     }),
