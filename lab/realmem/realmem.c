@@ -9,8 +9,8 @@
  * has gets ordinary memory, and realmem says so once.
  *
  * Freed pieces are handed out again and zeroed then, the lowest first, as a guest's kernel does: the host does not hear
- * of them. Memory that an allocator decommits (madvise(), or a mapping over it) is discarded, as by a balloon, and so is
- * all that is free when a program calls realmem_trim().
+ * of them. Memory that an allocator decommits (madvise(), or a mapping over it) is discarded, as by a balloon, and all
+ * that is free when a program calls realmem_trim().
  *
  *   REALMEM_MIB      size of the memfd in MiB; required
  *   REALMEM_PRIVATE  a private mapping takes the memfd's place: memory as a VMM has it that runs without Ballast
