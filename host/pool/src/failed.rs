@@ -12,8 +12,8 @@
 //! A page that a VM has on demand is no slice. It stays in the VM's file until the VM ends, and is named once by each
 //! owner of the pool.
 //!
-//! A VM may punch its failed page out of its file before it is checked, and a VM on demand leaves its failed pages when
-//! it ends. The kernel keeps such a page and counts it as used, so one slice waits for a page until the host restarts.
+//! A VM may punch its failed page out of its file before it is checked. The kernel keeps such a page and counts it as
+//! used, and the pool has a slice without a page; see [`Reserve::replenish`].
 //!
 //! Before: `reserve` is about to hand out memory, or looks for VMs that are gone. After: events, and the overview.
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
@@ -59,7 +59,7 @@ impl Reserve {
             let owner = match live.pool.poison(*at)? {
                 Hit::Known | Hit::NotOurs => continue,
                 Hit::Free => {
-                    // So that the page of a failed slice without an owner is in no file.
+                    // So that no file has a page of a failed slice without an owner (see `owed.rs`).
                     live.empty(Extent { start: *at, slices: 1 }, |_| true)?;
                     None
                 }

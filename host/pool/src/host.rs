@@ -88,10 +88,12 @@ pub struct Host {
 /// Huge pages of a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// Reserved pages. Surplus pages, which the kernel releases when they are freed, are not among them.
+    /// Reserved pages. Surplus pages are not among them.
     pub total: u64,
     /// Pages that are in no file and no mapping.
     pub free: u64,
+    /// Surplus pages: those beyond the reserved ones. The kernel releases them when they are freed.
+    pub surplus: u64,
 }
 
 /// Memory of a node.
@@ -159,7 +161,7 @@ impl Host {
             }
             last = now;
         }
-        Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")? })
+        Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")?, surplus: last.1 })
     }
 
     /// Returns the same numbers from one file, which the kernel writes from one snapshot. The file has them only if
@@ -172,7 +174,7 @@ impl Host {
         let text = read(&self.node(node).join("meminfo"))?;
         let line = |key| line(&text, key);
         Ok(match (line("HugePages_Total:"), line("HugePages_Surp:"), line("HugePages_Free:")) {
-            (Some(all), Some(surplus), Some(free)) => Some(Pages { total: all.saturating_sub(surplus), free }),
+            (Some(all), Some(surplus), Some(free)) => Some(Pages { total: all.saturating_sub(surplus), free, surplus }),
             _ => None,
         })
     }
@@ -323,7 +325,7 @@ pub(crate) mod tests {
         assert_eq!(host.available().expect("available"), Bytes(4 << 30));
         assert_eq!(host.set_pages(2, 9).expect("set"), 9);
         assert_eq!(host.change_pages(2, -2).expect("change"), -2);
-        assert_eq!(host.pages(2).expect("pages"), Pages { total: 7, free: 0 });
+        assert_eq!(host.pages(2).expect("pages"), Pages { total: 7, free: 0, surplus: 0 });
         assert!(host.pages(1).expect_err("no node").to_string().contains("node1"));
         assert_eq!(
             (ranges("0-2,5"), ranges("0"), ranges(""), ranges("x")),
@@ -349,8 +351,8 @@ pub(crate) mod tests {
         std::fs::write(dir.path().join(format!("{node}/{PAGES}/nr_hugepages")), "33\n").expect("write");
         assert_eq!(host.pages(2).expect("pages").total, 33);
         add("proc/meminfo", "Hugepagesize:       2048 kB\n");
-        assert_eq!(host.pages(2).expect("pages"), Pages { total: 32, free: 3 });
-        assert_eq!(host.pages(0).expect("pages"), Pages { total: 0, free: 0 }, "from files of its own");
+        assert_eq!(host.pages(2).expect("pages"), Pages { total: 32, free: 3, surplus: 1 });
+        assert_eq!(host.pages(0).expect("pages"), Pages { total: 0, free: 0, surplus: 0 }, "from files of its own");
     }
 
     #[test]

@@ -9,8 +9,9 @@
 //! [`map`] decides who gets which slice, and is pure. [`host`] reads and sets the kernel's number of huge pages for
 //! each node. [`balance`] decides how much each node gives. [`files`] are the bricks, named files in a hugetlbfs of our
 //! own. [`journal`] lets the next owner repair the kernel's number if an owner dies during a change. [`failed`] finds
-//! memory that failed. [`refill`] is the worker's part. [`reserve`] combines all of these; [`lend`], `demand` (memory
-//! that comes as it is touched) and [`overview`] add to it.
+//! memory that failed. [`refill`] is the worker's part. `owed` keeps account of surplus pages of others that count as
+//! reserved. [`reserve`] combines all of these; [`lend`], `demand` (memory that comes as it is touched) and
+//! [`overview`] add to it.
 //!
 //! One directory has everything: the state of [`map`], the names of the VMs that have memory, the journal, and
 //! the mount with the bricks. Nothing else is stored, no process is asked, and no
@@ -20,9 +21,7 @@
 //!
 //! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
 //! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
-//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits. A slice waits,
-//! too, while the kernel counts a surplus page of another program as reserved: it converts surplus pages first when the
-//! pool grows, or when a VM of the pool ends.
+//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits.
 //!
 //! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
 //! thread, and a worker's that has a [`Job`]. Units: slices, of one page each: 2 MiB, or 1 GiB in a pool of such pages.
@@ -46,6 +45,7 @@ mod live;
 pub mod map;
 mod origin;
 pub mod overview;
+mod owed;
 mod promises;
 pub mod refill;
 pub mod reserve;

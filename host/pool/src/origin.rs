@@ -18,7 +18,8 @@ use crate::reserve::Reserve;
 
 const FILE: &str = "origin.json";
 /// Files that describe a pool, without the journal and the origin.
-const DESCRIPTION: [&str; 5] = ["lending.json", "names.json", promises::FILE, promises::TERMS_FILE, "state"];
+const DESCRIPTION: [&str; 6] =
+    ["owed.json", "lending.json", "names.json", promises::FILE, promises::TERMS_FILE, "state"];
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {

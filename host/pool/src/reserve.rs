@@ -58,6 +58,8 @@ pub struct Reserve {
     pub(crate) failed_pages: u64,
     /// Failures that were not reported yet.
     pub(crate) failures: Vec<Failure>,
+    /// Rounds in which no waiting slice found a page although the kernel reported free ones.
+    pub(crate) in_vain: u32,
     _lock: File,
 }
 
@@ -84,6 +86,7 @@ impl Reserve {
             notes: Vec::new(),
             failed_pages: 0,
             failures: Vec::new(),
+            in_vain: 0,
             _lock: lock,
         };
         // First of all: the state of another boot may be unreadable, and its pages may be of a size that is gone.
@@ -171,8 +174,14 @@ impl Reserve {
     pub(crate) fn add(&mut self, numa: u32, more: u32) -> Result<(), Error> {
         let Some(live) = &self.live else { return Ok(()) };
         let node = live.node(numa)?;
-        let grown = self.host.change_pages(numa, more.into()).during("Reserving huge pages")?;
-        let got = grown.clamp(0, more.into()) as u32;
+        // The kernel first converts surplus pages of others, which the pool cannot use.
+        let others = self.host.pages(numa).during("Asking for huge pages")?.surplus;
+        let grown = self.host.change_pages(numa, i64::from(more) + others as i64).during("Reserving huge pages")?;
+        let taken = (grown.max(0) as u64).min(others);
+        if taken > 0 {
+            self.owe(numa, taken as i64)?;
+        }
+        let got = (grown - taken as i64).clamp(0, more.into()) as u32;
         let Some(live) = &mut self.live else { return Ok(()) };
         if got < more {
             let page = self.host.page();
@@ -260,14 +269,15 @@ impl Reserve {
         }
         gone += self.tend_on_demand()?;
         self.set_aside()?;
+        self.give_back()?;
         Ok(gone)
     }
 
-    /// Returns whether nothing must be checked or zeroed until the next request.
+    /// Returns whether nothing must be checked, zeroed or given back until the next request.
     pub fn is_at_rest(&self) -> bool {
         let is_unused =
             |live: &Live| live.pool.tenants().next().is_none() && live.promises.is_empty() && live.waiting.is_empty();
-        self.live.as_ref().is_none_or(is_unused) && !self.has_dirty()
+        self.live.as_ref().is_none_or(is_unused) && !self.has_dirty() && self.owed().is_ok_and(|owed| owed.is_empty())
     }
 
     /// Returns a job for a worker: a slice to zero.

@@ -22,7 +22,7 @@ use ballast_sys::memfd::FileId;
 
 use crate::engine::lending::Lender;
 use crate::engine::pool::demand::Demand;
-use crate::engine::pool_parts::{self, Parts};
+use crate::engine::pool_parts::{self, Jobs, Parts};
 use crate::events::Events;
 use crate::settings::Pooling;
 
@@ -180,7 +180,8 @@ impl PoolService {
         if is_due {
             *again = Instant::now();
         }
-        let (jobs, found) = parts.jobs(is_due).map_or_else(|error| (Vec::new(), Err(error)), |jobs| (jobs, Ok(())));
+        let (mut jobs, found) =
+            parts.jobs(is_due).map_or_else(|error| (Jobs::default(), Err(error)), |jobs| (jobs, Ok(())));
         failed = failed.and(found);
         if jobs.is_empty() {
             let rests = parts.is_at_rest();
@@ -198,12 +199,16 @@ impl PoolService {
             return failed;
         }
         drop(state);
-        for (page, job) in jobs {
+        while let Some((page, job)) = jobs.next() {
             let done = job.run();
             let State::Ours(parts) = &mut *self.state.locked() else { return failed };
             // The part was there when the job began, and parts do not disappear.
             let Ok(part) = parts.of(page) else { continue };
-            part.finish(done);
+            let is_ready = part.finish(done);
+            if let Some(found_a_page) = jobs.done(page, is_ready) {
+                // The other jobs are done in any case: a job that is dropped is never done.
+                failed = failed.and(part.replenish(found_a_page));
+            }
         }
         self.changed.notify_all();
         failed

@@ -5,6 +5,7 @@
 //! Promise: a part that cannot be opened does not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero
 //! one of 1 GiB takes 100 ms or more, for which no VM on pages of 2 MiB waits twice.
 
+use std::collections::VecDeque;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +22,14 @@ pub(super) struct Parts(Vec<(Page, Part)>);
 
 /// A part, or why it cannot be used.
 type Part = Result<Reserve, Invalid>;
+
+/// Slices to zero; those that found no page before come first.
+#[derive(Debug, Default)]
+pub(super) struct Jobs {
+    jobs: VecDeque<(Page, Job)>,
+    /// For each part: its jobs left for slices that found no page before, and whether one of those found one.
+    again: [(usize, bool); 2],
+}
 
 impl Parts {
     pub fn dir(pool: &Path, page: Page) -> PathBuf {
@@ -75,25 +84,27 @@ impl Parts {
         parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
-    /// The slices to zero: with `again`, all that found no page before, then one. Fails if all others are slices whose
+    /// The slices to zero: one, and with `again`, all that found no page before. Fails if all others are slices whose
     /// file cannot be opened.
-    pub fn jobs(&mut self, again: bool) -> Result<Vec<(Page, Job)>, Error> {
-        let (mut all, mut failed) = (Vec::new(), Ok(()));
+    pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
+        let (mut all, mut failed) = (Jobs::default(), Ok(()));
         for (page, part) in self.each().filter(|_| again) {
-            all.extend(part.jobs_again().into_iter().map(|job| (page, job)));
+            let jobs = part.jobs_again();
+            all.again[page as usize].0 = jobs.len();
+            all.jobs.extend(jobs.into_iter().map(|job| (page, job)));
         }
         for (page, part) in self.each() {
             match part.next_job() {
                 Ok(None) => {}
                 Ok(Some(job)) => {
-                    all.push((page, job));
+                    all.jobs.push_back((page, job));
                     break;
                 }
                 Err(error) => failed = failed.and(Err(error)),
             }
         }
         // Jobs that are due are done in any case, because a job that is dropped is never done.
-        match all.is_empty() {
+        match all.jobs.is_empty() {
             true => failed.map(|()| all),
             false => Ok(all),
         }
@@ -103,6 +114,28 @@ impl Parts {
         let of = |page| stat(&self.0[page as usize].1);
         let other = |page| Some(of(page)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
         PoolStat { gib: other(Page::Gib), ..of(Page::Huge) }
+    }
+}
+
+impl Jobs {
+    pub fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    pub fn next(&mut self) -> Option<(Page, Job)> {
+        self.jobs.pop_front()
+    }
+
+    /// A job with these pages was done. If it was the last of its part for slices that had found no page before,
+    /// returns whether one of those found one now.
+    pub fn done(&mut self, page: Page, is_ready: bool) -> Option<bool> {
+        let (left, found) = &mut self.again[page as usize];
+        if *left == 0 {
+            return None;
+        }
+        *left -= 1;
+        *found |= is_ready;
+        (*left == 0).then_some(*found)
     }
 }
 

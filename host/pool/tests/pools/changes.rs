@@ -41,6 +41,12 @@ fn pool(place: &Place, root: &Path) -> (Reserve, Host) {
     (reserve, host)
 }
 
+/// The kernel has this number of surplus pages on a node.
+fn set_surplus(root: &Path, node: u32, pages: u32) {
+    let file = format!("sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/surplus_hugepages");
+    std::fs::write(root.join(file), format!("{pages}\n")).expect("write");
+}
+
 fn pages(host: &Host) -> [u64; 2] {
     [0, 1].map(|node| host.pages(node).expect("pages").total)
 }
@@ -59,6 +65,45 @@ fn the_change_after_one_that_failed_takes_no_page_for_one_of_others() {
     assert_eq!((pages(&host), sum(&reserve, |node| node.lent)), ([9, 5], 24 * MIB));
     reserve.lend(Bytes(0), None).expect("take back");
     assert_eq!(pages(&host), [13, 13]);
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn a_change_that_fails_on_one_node_is_undone_at_once_where_the_kernel_allows_it() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let (mut reserve, host) = pool(&place, root.path());
+    // The account of what is owed cannot be written, and there is something to owe: a surplus page that is converted.
+    set_surplus(root.path(), 1, 1);
+    std::fs::create_dir(place.dir().join("owed.new")).expect("make");
+    reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(1), None).expect_err("nothing can be noted");
+    assert!(!place.dir().join("journal.json").exists(), "it would undo what others do meanwhile");
+    assert_eq!(host.pages(0).expect("pages").total, 13);
+    std::fs::remove_dir(place.dir().join("owed.new")).expect("remove");
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn a_change_that_fails_or_whose_author_dies_gives_away_no_page_that_slices_still_wait_for() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let (mut reserve, host) = pool(&place, root.path());
+    set_surplus(root.path(), 0, 2);
+    reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(0), None).expect("grow");
+    // The kernel has converted them.
+    set_surplus(root.path(), 0, 0);
+    let grown = pages(&host);
+    let owed = || std::fs::read_to_string(place.dir().join("owed.json")).expect("something is owed");
+    let before = owed();
+    let kept = ReadOnly::pages_of(root.path(), 1);
+    reserve.lend(Bytes(16 * MIB), Some(1)).expect_err("the kernel refuses");
+    assert_eq!((pages(&host), owed()), (grown, before.clone()));
+    assert!(place.dir().join("journal.json").exists(), "it is still to be undone");
+    drop((kept, reserve));
+    let reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
+    assert!(!place.dir().join("journal.json").exists());
+    // By the state, the second node's pages are lent.
+    assert_eq!((pages(&host), owed()), ([grown[0], 5], before));
     reserve.validate().expect("valid");
 }
 

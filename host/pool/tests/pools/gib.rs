@@ -14,7 +14,7 @@ use ballast_pool::{Page, Reserve};
 use ballast_sys::hugetlb::{self, Presence};
 use ballast_sys::{Mapping, memfd};
 
-use common::{Place, SECRET, grant, hold_in_pipe, map, sum, zero_all};
+use common::{Place, SECRET, grant, hold_in_pipe, map, settle, sum, zero_all};
 
 /// A pool of two pages in files of one, of the first node.
 fn pool(place: &Place) -> Option<Reserve> {
@@ -71,11 +71,7 @@ fn pages_of_a_gib_are_handed_out_kept_while_anybody_has_them_and_come_back_zeroe
     assert_eq!(u64::from_ne_bytes(seen[..8].try_into().expect("eight")), SECRET, "the spy sees its own page");
     drop((reader, writer, victim));
     assert_eq!(reserve.tend().expect("tend"), 1);
-    zero_all(&mut reserve);
-    for job in reserve.jobs_again() {
-        let done = job.run();
-        assert!(reserve.finish(done), "the page is free now");
-    }
+    settle(&mut reserve);
     assert_eq!((sum(&reserve, |node| node.ready), reserve.overview().waiting), (2 * GIB, Bytes(0)));
     reserve.validate().expect("valid");
     let next = grant(&mut reserve, "next", 2 << 10);

@@ -5,9 +5,10 @@ use crate::common;
 use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
-use ballast_base::{Bytes, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::map::Mode;
 use ballast_pool::{Grant, Reserve, Want};
+use ballast_sys::Mapping;
 
 use common::{Place, SECRET, grant, hold_in_pipe, map, search_and_mark, sum, two_nodes, zero_all};
 
@@ -167,6 +168,41 @@ fn two_nodes_give_as_much_each_and_keep_what_others_have() {
 }
 
 #[test]
+fn pages_that_take_the_place_of_held_ones_leave_the_host_its_margin() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let host = two_nodes(root.path());
+    let mut reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
+    reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, Some(Bytes(16 * MIB))).expect("grow");
+    // The kernel of this machine knows nothing of these pages, so all slices wait.
+    zero_all(&mut reserve);
+    if reserve.overview().waiting != Bytes(32 * MIB) {
+        return ballast_testkit::skip("hugetlb", "this machine has huge pages that nobody uses");
+    }
+    // From now on the host is one of 8 GiB, of which 520 MiB are available: 8 MiB more than the margin.
+    for node in [0, 1] {
+        let file = root.path().join(format!("sys/devices/system/node/node{node}/meminfo"));
+        let text = std::fs::read_to_string(&file).expect("read");
+        std::fs::write(&file, text.replace("MemTotal: 16777216 kB", "MemTotal: 4194304 kB")).expect("write");
+    }
+    assert_eq!(host.memory(1).expect("memory").total, Bytes(4 << 30));
+    std::fs::write(root.path().join("proc/meminfo"), format!("MemAvailable: {} kB\n", 520 << 10)).expect("write");
+    let pages = || [0, 1].map(|node| host.pages(node).expect("pages").total).iter().sum::<u64>();
+    let before = pages();
+    for _ in 0..12 {
+        for job in reserve.jobs_again() {
+            let done = job.run();
+            assert!(!reserve.finish(done), "a page from nowhere");
+        }
+        reserve.replenish(false).expect("ask for pages");
+        // The kernel reports what the pool has taken.
+        let left = (520 << 10) - (pages() - before) * (2 << 10);
+        std::fs::write(root.path().join("proc/meminfo"), format!("MemAvailable: {left} kB\n")).expect("write");
+    }
+    assert_eq!(pages() - before, 4);
+}
+
+#[test]
 fn a_change_whose_author_died_is_undone() {
     let Some(place) = Place::new() else { return };
     let Some(reserve) = place.pool(32, 16) else { return };
@@ -180,6 +216,50 @@ fn a_change_whose_author_died_is_undone() {
     assert_eq!(place.pages(), 16, "the kernel keeps pages that nobody knows of");
     reserve.validate().expect("valid");
     assert!(!place.dir().join("journal.json").exists());
+}
+
+#[test]
+fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leaves_those_what_they_are() {
+    const OTHERS: u64 = 4;
+    let Some(place) = Place::new() else { return };
+    let host = ballast_pool::Host::default();
+    let nodes = host.nodes().expect("nodes");
+    let surplus = |node: &u32| host.pages(*node).expect("pages").surplus;
+    let at_first: Vec<u64> = nodes.iter().map(surplus).collect();
+    let others = ballast_testkit::PoolLoan::new(OTHERS).and_then(|loan| {
+        // They have the free ones, too, if the host had any.
+        let free = nodes.iter().map(|node| Ok(host.pages(*node)?.free)).sum::<std::io::Result<u64>>()?;
+        let all = OTHERS + free;
+        let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(all * HUGE_SIZE as u64))?;
+        let map = Mapping::shared(&file, 0, all as usize * HUGE_SIZE)?;
+        map.populate(0, map.len())?;
+        // From here on nobody gets more of these: the pool has its own pages, or none.
+        drop(loan);
+        Ok(map)
+    });
+    let Ok(others) = others.inspect_err(|why| ballast_testkit::skip("hugetlb", why)) else { return };
+    // The kernel decides which node they are of: the pool is of the one that has most of them.
+    let gained = nodes.iter().zip(at_first).map(|(node, first)| (surplus(node).saturating_sub(first), *node));
+    let (gained, node) = gained.max().expect("a node");
+    let before = host.pages(node).expect("pages");
+    let Some(mut reserve) = place.pool_of(32, 16, Some(node)) else { return };
+    assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB, "it waits for pages that others have");
+    assert_eq!(host.pages(node).expect("pages").total, before.total + 16 + before.surplus, "all count as reserved");
+    assert_eq!(reserve.tend().expect("tend"), 0);
+    let now = host.pages(node).expect("pages");
+    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus), "they are what they were");
+    // Whose owner dies before that: the next one knows.
+    reserve.lend(Bytes(16 * MIB), Some(node)).expect("lend");
+    reserve.lend(Bytes(0), Some(node)).expect("take back");
+    drop(reserve);
+    let mut reserve = place.open();
+    zero_all(&mut reserve);
+    assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB);
+    reserve.tend().expect("tend");
+    drop(others);
+    let now = host.pages(node).expect("pages");
+    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus - gained), "no page is kept for nobody");
+    reserve.validate().expect("valid");
 }
 
 #[test]

@@ -25,8 +25,8 @@ use crate::settings::Pooling;
 
 /// How long a VM waits for memory to be zeroed.
 const ZEROED_WITHIN: Duration = Duration::from_secs(30);
-/// How long it waits for pages that others hold to become free.
-const FREED_WITHIN: Duration = Duration::from_secs(5);
+/// How long it waits for pages that others hold to be replaced.
+const REPLACED_WITHIN: Duration = Duration::from_secs(5);
 /// How long it waits for a VM that has just ended, and whose files keeper and engine still have. Seen: up to 0.1 s.
 const CLOSED_WITHIN: Duration = Duration::from_millis(300);
 /// How long a VMM may take to send its request.
@@ -127,7 +127,7 @@ impl PoolService {
                 };
                 // Checked first: this engine may still have files of a VM that got its memory and is already gone.
                 let is_handing = self.handing.load(Ordering::Acquire) > 0;
-                let waits = begun.elapsed() < FREED_WITHIN && reserve.waits_for_pages()
+                let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
                     || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
                 let has_ended = reserve.tend()? > 0;
                 let is_coming = match error {

@@ -166,6 +166,24 @@ pub fn zero_all(reserve: &mut Reserve) {
     }
 }
 
+/// The same, as an engine does it: what waits is tried again, and other pages take the place of those that are held.
+pub fn settle(reserve: &mut Reserve) {
+    zero_all(reserve);
+    for _ in 0..12 {
+        let jobs = reserve.jobs_again();
+        if jobs.is_empty() {
+            break;
+        }
+        let mut found = false;
+        for job in jobs {
+            let done = job.run();
+            found |= reserve.finish(done);
+        }
+        reserve.replenish(found).expect("ask for pages");
+    }
+    reserve.tend().expect("tend");
+}
+
 /// The kernel's files of a host with two nodes; the second one has less to spare.
 pub fn two_nodes(root: &Path) -> Host {
     let write = |file: &str, text: &str| {
