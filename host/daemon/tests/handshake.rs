@@ -646,7 +646,6 @@ fn a_process_that_brings_a_missing_region_joins_the_vm_once_that_has_it() {
     let mut third = Second::start(&daemon, "other", &b);
     third.ask();
     has_heard(&daemon);
-    assert!(!third.has_more_to_say(), "nothing proves that it is this VM's RAM");
     assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
     assert!(third.hear("answer: ").contains("Attached"), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
