@@ -638,16 +638,29 @@ fn a_process_that_joins_a_vm_and_cannot_be_served_is_answered_once_no_page_is_fa
 }
 
 #[test]
+fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_later() {
+    let Some(mut daemon) = Daemon::with_uffd("") else { return };
+    let (a, b) = (Ram::new(16), Ram::new(32));
+    let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
+    // This process was not part of the VM, and its memory is not.
+    let mut third = Second::start(&daemon, "web", &a);
+    third.ask();
+    has_heard(&daemon);
+    assert!(!third.has_more_to_say(), "nobody serves the VM yet");
+    assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
+    assert!(third.hear("answer: ").contains("Attached"), "{}", daemon.log());
+    assert_eq!(daemon.vm("web").regions.len(), 2);
+}
+
+#[test]
 fn a_process_that_brings_a_missing_region_joins_the_vm_once_that_has_it() {
     let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
     let id = vmm.escrow.as_ref().map(|(vm, ..)| vm.to_string()).expect("it was attached");
     let mut third = Second::start(&daemon, "other", &b);
-    third.ask();
-    has_heard(&daemon);
+    assert!(third.attach().contains("Attached"), "{}", daemon.log());
     assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
-    assert!(third.hear("answer: ").contains("Attached"), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
     assert_eq!((daemon.vm("web").id, daemon.api.vms().expect("VMs").len()), (id, 1));
 }
