@@ -32,12 +32,11 @@
 //!
 //! | Constant | Unit | What it bounds | Experiment |
 //! |---|---|---|---|
-//! | [`MARGIN_PART`] | of the limit | low is so far below it, the ceiling above | Redis at 80 %, see `real.md` |
+//! | [`MARGIN_PART`] | of the limit | low is so far below it, the ceiling above; quarantine | `real.md`: the quarantine |
 //! | [`MARGIN_LEAST`] | bytes | the margin of a small VM | 16 pages of readahead of each thread fit |
-//! | [`SUPPLY_PART`] | of the limit | what quarantine may hold beyond the margin | Redis at 50 %: with 1/4 4 % slower |
 //! | [`BATCH`] | bytes | what one round puts into quarantine | some ms of picking and zapping |
 //! | [`PART`] | of T, of pages | a step of T; nearly all: fewer evicted | density: doubling alone loses half |
-//! | [`LOOK`] | time | how long a finding holds (calm, rate, refusal) | not varied |
+//! | [`LOOK`] | time | how long a finding holds (calm, refusal) | not varied |
 //! | [`UNSEEN`] | time | T of pages whose accesses nobody sees | 350 pages of a guest's kernel are used within it |
 //! | [`MOST_WAIT`] | time | the wait of a fault; the pause of a VM that grows | no limit holds if no fault waits |
 //! | [`PRICE`] | pages | evicted above the ceiling for each that comes in | with 1 a VM never comes down from there |
@@ -58,8 +57,6 @@ use crate::vm::serve::throttle::PRICE;
 const MARGIN_PART: u64 = 256;
 /// The least margin.
 const MARGIN_LEAST: Bytes = Bytes(MIB);
-/// The quarantine may hold 1/N of the limit beyond the margin.
-const SUPPLY_PART: u64 = 32;
 /// Most memory put into quarantine in one round. While the first of it waits for T, more is picked.
 const BATCH: Bytes = Bytes(32 * MIB);
 /// 1/N of T is the time from one step of T to the next while faults wait, and T grows by half of that part in a round
@@ -124,14 +121,12 @@ pub(super) struct Round {
     /// The VM is so far below low that nothing need be in quarantine.
     pub is_far_below: bool,
     margin: u64,
-    limit: u64,
 }
 
 /// How far reclaim goes for one VM.
 #[derive(Debug)]
 pub(super) struct Controller {
-    /// T in the background, and above the limit without pressure.
-    quarantine: Duration,
+    /// T above the limit without pressure.
     longest: Duration,
     /// T above the limit now, in microseconds, and when pressure or calm changed it.
     wait_us: u64,
@@ -139,9 +134,6 @@ pub(super) struct Controller {
     is_forced: bool,
     /// Most pages in quarantine in the background.
     few: u64,
-    /// Pages evicted a second, and when that was computed.
-    rate: f64,
-    rated_at: Option<Instant>,
     /// Since when the VM has been above its limit but for moments, and when it was last.
     above: Option<(Instant, Instant)>,
     /// What the VM held in the round before, in pages.
@@ -154,18 +146,14 @@ pub(super) fn margin(limit: Bytes) -> u64 {
 }
 
 impl Controller {
-    /// The state of a VM that was never above its limit. T is `quarantine` in the background, and `direct` above the
-    /// limit without pressure.
-    pub fn new(quarantine: Duration, direct: Duration) -> Self {
+    /// The state of a VM that was never above its limit. T is `direct` above the limit without pressure.
+    pub fn new(direct: Duration) -> Self {
         Self {
-            quarantine,
             longest: direct,
             wait_us: direct.as_micros() as u64,
             changed_at: None,
             is_forced: false,
             few: u64::MAX,
-            rate: 0.0,
-            rated_at: None,
             above: None,
             held: u64::MAX,
         }
@@ -197,7 +185,6 @@ impl Controller {
             unseen: self.unseen(mode, seen),
             is_far_below: resident + 2 * margin <= low,
             margin,
-            limit,
         }
     }
 
@@ -218,16 +205,10 @@ impl Controller {
         }
     }
 
-    /// This many pages were evicted in a round that ends now. Returns how many are to be in quarantine, in all: what
-    /// is left to go, the margin, and as many as are evicted in T. (With fewer, a VM that restores 6,000 pages a second
-    /// has too few of which T is over, and its faults wait.)
-    pub fn evicted(&mut self, round: &Round, pages: u64, now: Instant) -> u64 {
-        let passed = self.rated_at.map_or(f64::INFINITY, |at| now.saturating_duration_since(at).as_secs_f64());
-        let over_s = LOOK.as_secs_f64();
-        self.rate = self.rate * (1.0 - passed / over_s).max(0.0) + pages as f64 / over_s;
-        self.rated_at = Some(now);
-        let flow = (self.rate * self.quarantine.as_secs_f64()) as u64;
-        let all = round.excess.saturating_sub(pages) + round.margin + flow.min(round.limit / SUPPLY_PART);
+    /// A round evicted this many pages. Returns how many are to be in quarantine, in all: the pages that are left to go,
+    /// and the margin.
+    pub fn evicted(&mut self, round: &Round, pages: u64) -> u64 {
+        let all = round.excess.saturating_sub(pages) + round.margin;
         if round.mode == Mode::Background {
             self.few = self.few.min(all.max(1));
             return all.min(self.few);
@@ -292,8 +273,6 @@ impl Controller {
 mod tests {
     use super::*;
 
-    /// T in the background and above the limit.
-    const QUARANTINE: Duration = LOOK;
     const DIRECT: Duration = Duration::from_millis(300);
     /// Low is at 255 MiB, the ceiling at 257 MiB.
     const LIMIT: Bytes = Bytes(256 * MIB);
@@ -305,7 +284,7 @@ mod tests {
 
     impl Vm {
         fn new() -> Self {
-            Self { controller: Controller::new(QUARANTINE, DIRECT), now: Instant::now() }
+            Self { controller: Controller::new(DIRECT), now: Instant::now() }
         }
 
         /// A round after this time.
@@ -382,7 +361,7 @@ mod tests {
         let round = vm.round(Duration::ZERO, 256, false);
         let wanted = |vm: &mut Vm, judged| {
             vm.controller.judge(Mode::Background, judged, vm.now);
-            vm.controller.evicted(&round, 0, vm.now)
+            vm.controller.evicted(&round, 0)
         };
         assert_eq!(wanted(&mut vm, (0, 0)), 512, "excess and margin");
         assert_eq!([(); 3].map(|()| wanted(&mut vm, (100, 12))), [256, 128, 64]);
@@ -390,26 +369,7 @@ mod tests {
         assert_eq!([(); 10].map(|()| wanted(&mut vm, (8, 1)))[9], 512);
         wanted(&mut vm, (100, 0));
         let above = vm.round(Duration::ZERO, 257, false);
-        assert_eq!(vm.controller.evicted(&above, 0, vm.now), 768, "pages must go although the guest touches them");
-    }
-
-    #[test]
-    fn the_supply_is_what_is_evicted_in_t_up_to_a_part_of_the_limit() {
-        let mut vm = Vm::new();
-        let round = vm.round(Duration::ZERO, 257, false);
-        let supply = |vm: &mut Vm, pages| {
-            vm.now += LOOK / 10;
-            vm.controller.evicted(&round, pages, vm.now) + pages - round.excess - round.margin
-        };
-        (0..100).for_each(|_| _ = supply(&mut vm, 60));
-        let at_600 = supply(&mut vm, 60);
-        assert!((580..=620).contains(&at_600), "{at_600} at 600 pages a second");
-        vm.now += LOOK * 20;
-        assert_eq!(supply(&mut vm, 0), 0);
-        (0..100).for_each(|_| _ = supply(&mut vm, 500_000));
-        let Round { excess, margin, .. } = round;
-        assert_eq!(vm.controller.evicted(&round, 500_000, vm.now), margin + LIMIT.pages_floor().0 / SUPPLY_PART);
-        assert_eq!(excess, 512);
+        assert_eq!(vm.controller.evicted(&above, 0), 768, "pages must go although the guest touches them");
     }
 
     #[test]
@@ -426,14 +386,14 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_may_hold_next_to_nothing_has_no_supply_and_nothing_panics() {
-        let mut controller = Controller::new(Duration::ZERO, Duration::ZERO);
+    fn a_vm_that_may_hold_next_to_nothing_has_the_least_margin_and_nothing_panics() {
+        let mut controller = Controller::new(Duration::ZERO);
         let now = Instant::now();
         let seen = Seen { limit: Bytes(0), resident: Bytes(MIB), faults_wait: true, others_wait: true, now };
         let round = controller.begin(&seen);
         controller.judge(round.mode, (1, 0), now);
         assert_eq!((round.direct, round.unseen), (Some(Duration::ZERO), Duration::ZERO));
-        assert_eq!(controller.evicted(&round, 256, now), round.margin);
+        assert_eq!(controller.evicted(&round, 256), round.margin);
         assert_eq!(controller.begin(&Seen { now: now + LOOK, ..seen }).mode, Mode::Forced);
     }
 }

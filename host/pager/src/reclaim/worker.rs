@@ -84,7 +84,7 @@ impl ReclaimWorker {
             fruitless_since: None,
             candidates: Candidates::new(vm.clone()),
             quarantine: Quarantine::new(vm.clone()),
-            controller: Controller::new(vm.tuning.quarantine, vm.tuning.direct_quarantine),
+            controller: Controller::new(vm.tuning.direct_quarantine),
             rest_until: None,
             failures: Failures::default(),
             refusals: Failures::default(),
@@ -204,7 +204,7 @@ impl ReclaimWorker {
             return Ok(MOST_WAIT);
         }
         let evicted = self.drain(&round, now)?;
-        let wanted = self.controller.evicted(&round, evicted, now);
+        let wanted = self.controller.evicted(&round, evicted);
         let watched = vm.stats().get(Counter::Quarantined);
         let (mut zapped, mut is_cut) = (0, false);
         if watched < wanted && !self.quarantine.is_zapping() {
