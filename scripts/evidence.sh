@@ -11,6 +11,7 @@ out=${1:-target/evidence}
 mkdir -p "$out"
 rows=$out/real.jsonl
 : >"$rows"
+command -v java >/dev/null || apt-get install -y default-jdk-headless
 cargo build --release -p ballast-cli -p ballast-daemon -p ballast-preload -p ballast-client -p ballast-bench
 bench() {
     echo "== bench real $*"
@@ -20,7 +21,7 @@ bench --part day
 bench --part eight
 bench --part eight --side adopted
 bench --part bloat
-for program in redis memcached tpch graph triangles dgemm kmeans gups lookups; do
+for program in redis memcached tpch graph triangles dgemm kmeans gups lookups liblinear jvm; do
     bench --part five --program $program
 done
 bench --program redis --rounds 3

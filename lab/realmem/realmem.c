@@ -1,7 +1,8 @@
 /* realmem: puts the large memory of an unmodified program into one shared memfd, and attaches it to Ballast.
  *
  * Before: `ballast bench real` starts a program with this library in LD_PRELOAD. After: every anonymous private mapping
- * of LARGE bytes or more is a piece of one memfd that is mapped shared, as guest RAM is. So is every malloc() of that
+ * of LARGE bytes or more, and every reservation of RESERVED bytes or more, is a piece of one memfd that is mapped
+ * shared, as guest RAM is. So is every malloc() of that
  * size, with REALMEM_MALLOC: for programs that use the C library's malloc(), whose own mappings no preload library
  * sees. So the program is a VM's guest that runs natively: one process, one VM.
  * Threads: any; one lock guards the map of free pages. Units: bytes, and pages of 4 KiB where a name says so.
@@ -41,6 +42,7 @@
 #define PAGE 4096ul
 #define LARGE (64ul << 10)
 #define UNIT (2ul << 20)
+#define RESERVED (1ul << 30)
 
 enum { FRESH = 0, TAKEN = 1, DIRTY = 2 }; /* free and zeros; in use; free with old bytes */
 
@@ -103,7 +105,8 @@ static size_t find(size_t count, size_t align) {
     return SIZE_MAX;
 }
 
-static void *take(size_t len, size_t align) {
+/* Takes free pages; `is_zeroed`: they must read as zeros at once. NULL if there are too few. */
+static void *take(size_t len, size_t align, int is_zeroed) {
     size_t count = pages_of(len);
     if (align < PAGE) align = PAGE;
     if (len >= UNIT && align < UNIT) align = UNIT;
@@ -119,7 +122,7 @@ static void *take(size_t len, size_t align) {
     }
     pthread_mutex_unlock(&lock);
     if (first == SIZE_MAX) return NULL;
-    if (is_dirty) memset(base + first * PAGE, 0, count * PAGE);
+    if (is_dirty && is_zeroed) memset(base + first * PAGE, 0, count * PAGE);
     return base + first * PAGE;
 }
 
@@ -153,7 +156,12 @@ void *mmap(void *at, size_t len, int prot, int flags, int fd, off_t offset) {
     int is_plain = (flags & (MAP_ANONYMOUS | MAP_PRIVATE)) == (MAP_ANONYMOUS | MAP_PRIVATE) && !(flags & MAP_FIXED);
     if (base != NULL && is_plain && !(flags & (MAP_STACK | MAP_GROWSDOWN | MAP_HUGETLB)) && len >= LARGE &&
         (prot & PROT_WRITE) && !(prot & PROT_EXEC)) {
-        void *got = take(len, PAGE);
+        void *got = take(len, PAGE, 1);
+        if (got != NULL) return got;
+    }
+    /* A JVM reserves its heap, and maps over each part that it commits. */
+    if (base != NULL && is_plain && prot == PROT_NONE && len >= RESERVED) {
+        void *got = take(len, PAGE, 0);
         if (got != NULL) return got;
     }
     return real_mmap(at, len, prot, flags, fd, offset);
@@ -209,7 +217,7 @@ void *mremap(void *at, size_t len, size_t new_len, int flags, ...) {
 #ifdef REALMEM_MALLOC
 
 static void *large(size_t len, size_t align) {
-    void *at = take(len, align);
+    void *at = take(len, align, 1);
     if (at != NULL) length_of[((char *)at - base) / PAGE] = pages_of(len);
     return at;
 }

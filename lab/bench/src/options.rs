@@ -117,6 +117,10 @@ pub enum RealProgram {
     Gups,
     /// Lookups as XSBench makes them, in 1.2 GiB of tables.
     Lookups,
+    /// A linear SVM by liblinear, 1.1 GiB.
+    Liblinear,
+    /// A hash table in a JVM's heap of 1.6 GiB.
+    Jvm,
 }
 
 impl RealProgram {

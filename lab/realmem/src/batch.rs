@@ -1,13 +1,14 @@
-//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means, GUPS. Its large memory is in one memfd or its
+//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means, a JVM. Its large memory is in one memfd or its
 //! own.
 //!
-//! Before: `scripts/real-programs.sh` has unpacked the packages of Python. After: [`Batch::run`] has the time of each
+//! Before: `scripts/real-programs.sh` has unpacked the packages of Python; a JDK is installed for the JVM. After: [`Batch::run`] has the time of each
 //! unit; a drop ends the program. Threads: the program has one, on one CPU; a reader thread gets its lines.
 //! Units: seconds. Promise: units are equal, and a unit whose checksum is not that of the first one is wrong.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use anyhow::{Context, Result, bail};
 use ballast_testkit::program::Ends;
 
 use crate::load::Window;
-use crate::server::{LIBRARY_MALLOC, Memory, command, programs};
+use crate::server::{LIBRARY, LIBRARY_MALLOC, Memory, command, programs};
 
 /// Longest time until a unit ends.
 const LONGEST: Duration = Duration::from_secs(600);
@@ -23,8 +24,15 @@ const LONGEST: Duration = Duration::from_secs(600);
 const SHARED: [(&str, &str); 2] =
     [("unit.py", include_str!("../programs/unit.py")), ("kronecker.py", include_str!("../programs/kronecker.py"))];
 
+/// The program that `java` runs. The others are Python's.
+const JVM: &str = "jvm";
+/// The collector, and the size of the heap, which realmem knows by its reservation. (An archive of classes is mapped
+/// into the heap, and the file of performance data is never read.)
+const JVM_OPTIONS: [&str; 6] =
+    ["-Xms1600m", "-Xmx1600m", "-XX:+UseG1GC", "-XX:CompressedClassSpaceSize=64m", "-Xshare:off", "-XX:-UsePerfData"];
+
 /// The programs by name, which `ballast bench real --help` describes.
-const PROGRAMS: [(&str, &str); 7] = [
+const PROGRAMS: [(&str, &str); 9] = [
     ("tpch", include_str!("../programs/tpch.py")),
     ("graph", include_str!("../programs/graph.py")),
     ("dgemm", include_str!("../programs/dgemm.py")),
@@ -32,6 +40,8 @@ const PROGRAMS: [(&str, &str); 7] = [
     ("triangles", include_str!("../programs/triangles.py")),
     ("gups", include_str!("../programs/gups.py")),
     ("lookups", include_str!("../programs/lookups.py")),
+    ("liblinear", include_str!("../programs/liblinear.py")),
+    (JVM, include_str!("../programs/values.java")),
 ];
 
 /// A running program.
@@ -43,11 +53,40 @@ pub struct Batch {
     _dir: tempfile::TempDir,
 }
 
-/// Why these programs cannot run here, if so.
-pub fn missing() -> Option<String> {
+/// Why the program of this name cannot run here, if so.
+pub fn missing(name: &str) -> Option<String> {
+    if name == JVM {
+        return java().is_none().then(|| "there is no java (apt-get install default-jdk-headless)".to_owned());
+    }
     let packages = programs().join("python");
     (!packages.join("duckdb").exists())
         .then(|| format!("there is no {}/duckdb (scripts/real-programs.sh gets it)", packages.display()))
+}
+
+/// A command that runs this text in Python.
+fn python(program: &str, dir: &Path, memory: &Memory) -> Result<Command> {
+    for (name, text) in SHARED.into_iter().chain([("program.py", program)]) {
+        fs::write(dir.join(name), text).with_context(|| format!("Writing {name}"))?;
+    }
+    let python = fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
+    let mut command = command(&python, dir, memory, LIBRARY_MALLOC)?;
+    command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
+    command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1");
+    Ok(command)
+}
+
+/// A command that runs this text in a JVM.
+fn jvm(program: &str, dir: &Path, memory: &Memory) -> Result<Command> {
+    fs::write(dir.join("program.java"), program).context("Writing program.java")?;
+    let mut command = command(&java().context("there is no java")?, dir, memory, LIBRARY)?;
+    command.args(JVM_OPTIONS).arg("program.java");
+    Ok(command)
+}
+
+/// The launcher of the JDK, beside which it finds its libraries.
+fn java() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).find_map(|dir| fs::canonicalize(dir.join("java")).ok())
 }
 
 impl Batch {
@@ -56,17 +95,10 @@ impl Batch {
     pub fn start(name: &str, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
         let (_, program) = PROGRAMS.iter().find(|(known, _)| *known == name).context("there is no such program")?;
-        for (name, text) in SHARED.into_iter().chain([("program.py", *program)]) {
-            fs::write(dir.path().join(name), text).with_context(|| format!("Writing {name}"))?;
-        }
-        let python =
-            fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
         // Arrays come and go: what the C library's allocator holds depends on the moment.
         let memory = if matches!(memory, Memory::Private) { &Memory::Mapping } else { memory };
-        let mut command = command(&python, dir.path(), memory, LIBRARY_MALLOC)?;
-        command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
-        command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1").stdout(Stdio::piped());
-        let mut child = command.spawn().with_context(|| format!("Starting {} for {name}", python.display()))?;
+        let mut command = if name == JVM { jvm(program, dir.path(), memory)? } else { python(program, dir.path(), memory)? };
+        let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("Starting {name}"))?;
         let out = child.stdout.take().context("the output was piped")?;
         let (send, lines) = channel();
         std::thread::spawn(move || {

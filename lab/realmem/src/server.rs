@@ -17,7 +17,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use crate::protocol::Protocol;
 
 /// The preload library, as a file: for a program with an allocator of its own, and for one with the C library's.
-const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
+pub(crate) const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
 pub(crate) const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
 /// The dynamic loader, which runs a program with libraries that are elsewhere.
 const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
