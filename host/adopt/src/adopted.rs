@@ -1,8 +1,8 @@
-//! One adopted VM: where its memory is, and a step towards less of it.
+//! One adopted VM: where its memory is, and steps that page some of it out.
 //!
 //! Before: [`look`](crate::look) found its VMM. After: the caller asks for steps until the VM is at its limit.
-//! Threads: any; calls about memory wait for each other. Units: bytes; pages where a name says so.
-//! Promise: every call ends soon, also if the VMM ends within it; then [`Adopted::has_ended`].
+//! Threads: any; calls that examine or move memory wait for each other. Units: bytes; pages where a name says so.
+//! Promise: every call ends soon, even if the VMM ends during the call; then [`Adopted::has_ended`] returns true.
 
 use std::fs::File;
 use std::io;
@@ -27,24 +27,24 @@ use crate::order::Order;
 use crate::swap::Swap;
 use crate::vmm::Vmm;
 
-/// Most picks of a step while no page goes: pages that KSM merged, or that a device pins, stay, and lie together.
+/// Most picks of a step in which no page goes: pages that KSM merged, or that a device pins, stay, and are adjacent.
 const MOST_PICKS: u32 = 32;
 
-/// How memory goes.
+/// How memory is paged out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum How {
     /// The kernel reclaims from this cgroup, in its own order.
     Reclaim(PathBuf),
-    /// Pages are named by address, because of this.
+    /// Pages are named by address, because the VM has no cgroup of its own, for this reason.
     PageOut(NotOwn),
 }
 
 /// The outcome of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Pages that were asked for.
+    /// Pages that were requested to go.
     pub asked_pages: u64,
-    /// Pages that went, of those.
+    /// Requested pages that went.
     pub out_pages: u64,
     /// Pages that had gone in an earlier step and were back.
     pub restored_pages: u64,
@@ -55,10 +55,10 @@ pub struct Step {
 pub struct Adopted {
     /// Its process.
     pub process: Process,
-    /// What that runs.
+    /// The VM that the process runs.
     pub vmm: Vmm,
     pidfd: std::os::fd::OwnedFd,
-    /// `/proc/PID/stat` and `cgroup`. Open files, because a host reads those of hundreds of VMs.
+    /// `/proc/PID/stat` and `cgroup`. They stay open, because a host reads those of hundreds of VMs.
     stat: File,
     cgroups: File,
     tables: PageTables,
@@ -73,12 +73,11 @@ pub struct Adopted {
 struct Inner {
     ram: Vec<Ram>,
     counter: Counter,
-    /// Made by the first step.
     order: Option<Order>,
 }
 
 impl Adopted {
-    /// Adopt a VMM that was found.
+    /// Adopts a VMM that was found.
     pub fn new(found: Found) -> Result<Self, Refusal> {
         let Found { process, vmm, pidfd, ram } = found;
         let pid = process.pid;
@@ -100,18 +99,18 @@ impl Adopted {
         if adopted.has_ended() { Err(Refusal::NoProcess) } else { Ok(adopted) }
     }
 
-    /// A descriptor that is readable when its process has ended.
+    /// A descriptor that is readable when the process has ended.
     pub fn pidfd(&self) -> &std::os::fd::OwnedFd {
         &self.pidfd
     }
 
-    /// Has its process ended?
+    /// Whether the process has ended.
     pub fn has_ended(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// How memory goes. A cgroup that others have joined is not reclaimed from.
+    /// How its memory is paged out. A cgroup that other processes have joined is not reclaimed from.
     pub fn how(&self) -> How {
         match &self.cgroup {
             Ok(cgroup) if cgroup.is_own(self.process.pid) && cgroup.takes_no_swap().is_none() => {
@@ -122,12 +121,12 @@ impl Adopted {
         }
     }
 
-    /// All guest RAM.
+    /// Bytes of all guest RAM.
     pub fn size(&self) -> u64 {
         self.inner.locked().ram.iter().map(|part| part.len).sum()
     }
 
-    /// Why none of its memory can go, whatever is asked: it is locked, of huge pages, or a device's.
+    /// Why none of its memory can ever go: it is locked, consists of huge pages, or belongs to a device.
     pub fn pinned(&self) -> Option<String> {
         if let Some(device) = &self.device {
             return Some(format!("a device is passed through ({device}), which pins all of its memory"));
@@ -136,7 +135,7 @@ impl Adopted {
         pinned.map(|why| format!("its memory does not go to swap: {why}"))
     }
 
-    /// Why its memory cannot go now: there is no room in swap, on the host or for its cgroups.
+    /// Why its memory cannot go now: swap is full, on the host or for its cgroups.
     pub fn blocked(&self, swap: &Swap) -> Option<String> {
         if let Some(why) = swap.full() {
             return Some(why);
@@ -147,7 +146,7 @@ impl Adopted {
             .then(|| format!("its cgroup lets no more into swap: echo max > {directory}/memory.swap.max"))
     }
 
-    /// How much more its cgroups let into swap; `None`: no bound.
+    /// Bytes that its cgroups still let into swap; `None` is no bound.
     pub fn cgroup_room(&self) -> Option<u64> {
         cgroup::swap_room(&text(&self.cgroups)).map(|(room, _)| room)
     }
@@ -155,29 +154,29 @@ impl Adopted {
     /// Where its memory is.
     pub fn memory(&self) -> io::Result<Memory> {
         if self.vmm.most.is_some() && self.inner.locked().counter.is_mapped_anew()? {
-            // Its RAM may have gone at this moment: then a count says so.
+            // If some of its RAM has just gone, the count reports it.
             let _ = self.look_again();
         }
         let inner = &mut *self.inner.locked();
         inner.counter.memory(&self.tables, self.process.pid, &inner.ram)
     }
 
-    /// The same from the kernel's counters alone, after the first count.
+    /// Where its memory is, after the first count from the kernel's counters alone.
     pub fn quick(&self) -> io::Result<Memory> {
         let inner = &mut *self.inner.locked();
         inner.counter.quick(&self.tables, self.process.pid, &inner.ram)
     }
 
-    /// Count all pages now.
+    /// Where its memory is, by a count of all pages now.
     pub fn scan(&self) -> io::Result<Memory> {
         let inner = &mut *self.inner.locked();
         inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
     }
 
-    /// Page out this number of bytes, and other pages instead of those that stay.
+    /// Pages out this number of bytes; if pages stay, others in their place.
     ///
     /// # Errors
-    /// It ended, its mappings changed ([`Adopted::look_again`] helps), or the kernel does not let us.
+    /// The VMM ended, its mappings changed ([`Adopted::look_again`] helps), or the kernel does not let us.
     pub fn step(&self, bytes: u64) -> io::Result<Step> {
         let step = match (&self.cgroup, self.how()) {
             (Ok(cgroup), How::Reclaim(_)) => self.reclaim(cgroup, bytes)?,
@@ -228,7 +227,7 @@ impl Adopted {
         Ok(Step { asked_pages: picked.pages, out_pages, restored_pages: picked.restored })
     }
 
-    /// Find its RAM again: its VMM may have mapped it anew, or locked it.
+    /// Finds its RAM again: its VMM may have mapped it anew, or locked it.
     pub fn look_again(&self) -> Result<(), Refusal> {
         let size = self.size();
         let ram = found::ram(self.process.pid, &self.vmm, Bytes(size))?;
@@ -241,12 +240,12 @@ impl Adopted {
         Ok(())
     }
 
-    /// Bring all of its memory back from swap, on this thread.
+    /// Brings all of its memory back from swap, on this thread.
     pub fn bring_back(&self) -> io::Result<()> {
         let ram = self.inner.locked().ram.clone();
         for part in &ram {
             if part.shared {
-                // Page tables do not tell which of its pages are in swap. Those that it has are brought back.
+                // Page tables do not tell which pages of shared memory are in swap, so all data of its file comes back.
                 self.bring_back_shared(part)?;
                 continue;
             }
@@ -279,7 +278,7 @@ impl Adopted {
         Ok(())
     }
 
-    /// Pages that steps have sent out.
+    /// Number of pages that steps have paged out.
     pub fn out_pages(&self) -> u64 {
         self.out_pages.load(Ordering::Relaxed)
     }
@@ -289,13 +288,13 @@ impl Adopted {
         major_faults(&self.stat).map_or(0, |faults| faults.saturating_sub(self.faults_before))
     }
 
-    /// Microseconds in which some thread of it waited for memory, where it has a cgroup of its own.
+    /// Microseconds in which at least one of its threads waited for memory; `None` without a cgroup of its own.
     pub fn stall_us(&self) -> Option<u64> {
         cgroup::stall_us(&text(&self.cgroups), &[self.process.pid])
     }
 }
 
-/// Ranges that cover these, each with small gaps only, so that few calls look at them.
+/// Ranges that cover these, joined over small gaps, so that few calls examine them.
 fn together(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     const GAP: u64 = 512;
     let mut found: Vec<Range<u64>> = Vec::new();
@@ -309,7 +308,7 @@ fn together(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 /// The pages that two ascending lists of ranges have in common. Either list may have thousands of single pages, so each
-/// is read once.
+/// is read only once.
 fn in_both(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
     let mut found = Vec::new();
@@ -327,7 +326,7 @@ fn in_both(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
     found
 }
 
-/// The present text of a file below `/proc/PID`, of which a page is enough; empty if the process has ended.
+/// The current text of an open file in `/proc/PID`, at most a page; empty if the process has ended.
 fn text(file: &File) -> String {
     let mut bytes = [0; PAGE_SIZE];
     let len = file.read_at(&mut bytes, 0).unwrap_or(0);

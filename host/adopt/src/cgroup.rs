@@ -1,41 +1,43 @@
 //! The memory cgroup (version 2) of a VMM, and what it allows.
 //!
-//! Before: a process was found. After: the kernel reclaims memory of its cgroup, or the reason why that is not asked.
+//! Before: a process was found. After: the kernel reclaims memory of its cgroup, or there is a reason not to request
+//! it.
 //! Threads: any. Units: bytes and microseconds.
-//! Promise: only `memory.reclaim` is written, which sets nothing; and only of a cgroup that no other process shares.
+//! Promise: only `memory.reclaim` is written, which changes no setting, and only in a cgroup that no other process
+//! shares.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Where the kernel mounts cgroup version 2, alone and beside version 1.
+/// Where the kernel mounts cgroup version 2: alone, or beside version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 
 /// A VMM's own cgroup with the memory controller.
 #[derive(Debug)]
 pub struct Cgroup {
     directory: PathBuf,
-    /// The kernel takes a swappiness for one reclaim (Linux 6.10).
+    /// Whether the kernel takes a swappiness for one reclaim (Linux 6.10).
     takes_swappiness: AtomicBool,
 }
 
 /// Why the cgroup of a VMM is not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotOwn {
-    /// Version 1, or the root.
+    /// It has cgroups of version 1 only, or is in the root.
     #[error("it has no memory cgroup of version 2")]
     None,
     /// The kernel is older than 5.19.
     #[error("this kernel has no memory.reclaim")]
     NoReclaim,
-    /// Other processes are in it.
+    /// Other processes are in the cgroup.
     #[error("it shares the cgroup {0} with {1} other processes")]
     Shared(PathBuf, usize),
     /// The kernel would reclaim files only.
     #[error("vm.swappiness is 0, and this kernel takes none for one reclaim")]
     Swappiness,
-    /// The file cannot be opened.
+    /// `memory.reclaim` cannot be opened for writing.
     #[error("{0}/memory.reclaim cannot be written: {1}")]
     ReadOnly(PathBuf, String),
 }
@@ -43,9 +45,9 @@ pub enum NotOwn {
 /// The outcome of a reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reclaimed {
-    /// All of it.
+    /// All of the requested bytes.
     All,
-    /// Less.
+    /// Fewer bytes.
     Less,
 }
 
@@ -75,12 +77,12 @@ impl Cgroup {
         }
     }
 
-    /// Its directory.
+    /// The directory of the cgroup.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Is this process still the only one in it?
+    /// Whether this process is still the only one in the cgroup.
     pub fn is_own(&self, pid: u32) -> bool {
         members(&self.directory).iter().all(|member| *member == pid)
     }
@@ -89,7 +91,8 @@ impl Cgroup {
         std::fs::File::options().write(true).open(self.directory.join("memory.reclaim"))
     }
 
-    /// Have the kernel reclaim this much of it now, guest RAM rather than files if the kernel can be told so.
+    /// Has the kernel reclaim this many bytes now, from guest RAM rather than files where the kernel takes a
+    /// swappiness.
     pub fn reclaim(&self, bytes: u64) -> io::Result<Reclaimed> {
         const MOSTLY_SWAP: &str = "swappiness=200";
         let takes = self.takes_swappiness.load(Ordering::Relaxed);
@@ -107,13 +110,14 @@ impl Cgroup {
         }
     }
 
-    /// Does a reclaim take no guest RAM? The kernel cannot be told a swappiness, and the system's is 0.
+    /// The reason why a reclaim would take no guest RAM: the system's swappiness is 0, and the kernel takes none for
+    /// one reclaim.
     pub fn takes_no_swap(&self) -> Option<NotOwn> {
         let is_zero = std::fs::read_to_string("/proc/sys/vm/swappiness").is_ok_and(|text| text.trim() == "0");
         (is_zero && !self.takes_swappiness.load(Ordering::Relaxed)).then_some(NotOwn::Swappiness)
     }
 
-    /// The reason that it is not used while others are in it.
+    /// The reason why the cgroup is not used while other processes are in it.
     pub fn shared(&self, pid: u32) -> NotOwn {
         let others = members(&self.directory).into_iter().filter(|member| *member != pid).count();
         NotOwn::Shared(self.directory.clone(), others)
@@ -138,7 +142,7 @@ fn ancestors(mount: &Path, cgroups: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|at| *at != mount && at.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// The processes in a cgroup and below it. A threaded one below lists none; the cgroup above it does.
+/// The processes in a cgroup and below it. A threaded cgroup below lists none; the cgroup above it does.
 fn members(directory: &Path) -> Vec<u32> {
     let own = std::fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
     let mut found: Vec<u32> = own.lines().filter_map(|line| line.parse().ok()).collect();
@@ -149,7 +153,8 @@ fn members(directory: &Path) -> Vec<u32> {
     found
 }
 
-/// How much more these cgroups let into swap, and the directory of the one that allows least; `None`: no bound.
+/// Bytes that these cgroups still let into swap, and the directory of the cgroup that allows the fewest; `None` is no
+/// bound.
 ///
 /// `cgroups`: the text of `/proc/PID/cgroup`.
 pub fn swap_room(cgroups: &str) -> Option<(u64, PathBuf)> {
@@ -165,11 +170,11 @@ fn swap_room_in(mount: &Path, cgroups: &str) -> Option<(u64, PathBuf)> {
     ancestors(mount, cgroups).into_iter().filter_map(room).min_by_key(|(room, _)| *room)
 }
 
-/// Microseconds in which some thread of these processes waited for memory, where they have a cgroup of their own.
+/// Microseconds in which some thread of these processes waited for memory; `None` without a cgroup of their own.
 ///
 /// `cgroups`: the text of `/proc/PID/cgroup` of one of them.
 pub fn stall_us(cgroups: &str, pids: &[u32]) -> Option<u64> {
-    // The root is nobody's own.
+    // The root belongs to no process alone.
     let directory = ancestors(mount()?, cgroups).into_iter().next()?;
     if members(&directory).iter().any(|member| !pids.contains(member)) {
         return None;
@@ -182,7 +187,7 @@ pub fn paths(pid: u32) -> Vec<String> {
     cgroups(pid).lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(str::to_owned).collect()
 }
 
-/// The total of the line *some*.
+/// The total of the line `some`.
 fn total_us(pressure: &str) -> Option<u64> {
     let some = pressure.lines().find(|line| line.starts_with("some "))?;
     some.rsplit_once("total=")?.1.trim().parse().ok()
@@ -195,7 +200,7 @@ mod tests {
 
     const PID: u32 = 7;
 
-    /// A tree as libvirt makes it, with these files in the scope.
+    /// A tree like libvirt's, with these files in the scope.
     fn tree(files: &[(&str, &str)]) -> (tempfile::TempDir, PathBuf) {
         let root = tempfile::tempdir().expect("a directory");
         let scope = root.path().join("machine.slice/vm.scope");

@@ -1,8 +1,8 @@
 //! Finds VMMs among the processes of this host.
 //!
 //! Before: a pid, or nothing. After: a VMM that can be adopted, or a reason why that process cannot.
-//! Threads: any. Promise: pids are reused, this process's descriptor of one is not: what is said of a process is of one
-//! process.
+//! Threads: any. Promise: pids are reused, but a descriptor of a process is not: all facts about a process are about
+//! one process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,12 +15,12 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use crate::maps::{self, NoRam, Ram};
 use crate::vmm::Vmm;
 
-/// A VMM.
+/// A VMM that was found.
 #[derive(Debug)]
 pub struct Found {
-    /// Its process.
+    /// The process.
     pub process: Process,
-    /// What it runs.
+    /// The VM that it runs.
     pub vmm: Vmm,
     pub(crate) pidfd: OwnedFd,
     pub(crate) ram: Vec<Ram>,
@@ -29,27 +29,27 @@ pub struct Found {
 /// Why a process is not adopted.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// There is none.
+    /// No process has this pid.
     #[error("no process has this pid")]
     NoProcess,
-    /// It has no memory of its own.
+    /// The process has no memory of its own.
     #[error("it is a thread of the kernel")]
     KernelThread,
-    /// It runs another program.
+    /// The process runs another program.
     #[error("it runs {0}, which is no VMM that Ballast knows (QEMU, Cloud Hypervisor, Firecracker)")]
     NotVmm(String),
-    /// It was started for Ballast.
+    /// The process was started for Ballast.
     #[error("it has Ballast's library, so it is paged, not adopted")]
     Paged,
-    /// Its memory is not as its command line says.
+    /// The process's memory does not match its command line.
     #[error(transparent)]
     NoRam(#[from] NoRam),
-    /// The kernel could not tell.
+    /// The kernel could not answer.
     #[error("{0}")]
     Kernel(#[from] io::Error),
 }
 
-/// Does this process run a program that is a VMM? A quick look for lists of processes.
+/// Whether this process runs a program that is a VMM. A quick check, for lists of processes.
 pub fn is_vmm(pid: u32) -> bool {
     executable(pid).is_ok_and(|name| crate::vmm::Program::of(&name).is_some())
 }
@@ -63,12 +63,12 @@ pub fn all() -> Vec<u32> {
     pids
 }
 
-/// Look at a process.
+/// Examines a process.
 pub fn look(pid: u32) -> Result<Found, Refusal> {
     let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Refusal::NoProcess)?;
-    // All that follows is of this process, or fails: if it ended, the descriptor says so at the end.
+    // All that follows is about this process, or fails: if it ended, the descriptor shows it at the end.
     let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(|error| match error {
-        // INVAL, NOENT: the pid of a thread that is not the first.
+        // INVAL, NOENT: the pid belongs to a thread that is not its process's first.
         rustix::io::Errno::SRCH | rustix::io::Errno::INVAL | rustix::io::Errno::NOENT => Refusal::NoProcess,
         error => Refusal::Kernel(error.into()),
     })?;
@@ -97,14 +97,13 @@ pub fn look(pid: u32) -> Result<Found, Refusal> {
     }
 }
 
-/// Its guest RAM now, which its VMM may have mapped anew. `size`: what it had at boot, if the command line does not
-/// say.
+/// Its guest RAM now, which its VMM may have mapped anew. `size`: its RAM at boot, if the command line does not state
+/// it.
 pub(crate) fn ram(pid: u32, vmm: &Vmm, size: Bytes) -> Result<Vec<Ram>, Refusal> {
     let smaps = std::fs::read(format!("/proc/{pid}/smaps"))?;
     Ok(with_dimms(&String::from_utf8_lossy(&smaps), vmm.memory.or(Some(size.0)), vmm)?)
 }
 
-/// RAM of this size, and DIMMs that were plugged in.
 fn with_dimms(smaps: &str, wanted: Option<u64>, vmm: &Vmm) -> Result<Vec<Ram>, NoRam> {
     let mut ram = maps::ram(smaps, wanted)?;
     if let (Some(memory), Some(most)) = (vmm.memory, vmm.most) {
@@ -114,7 +113,7 @@ fn with_dimms(smaps: &str, wanted: Option<u64>, vmm: &Vmm) -> Result<Vec<Ram>, N
     Ok(ram)
 }
 
-/// The file name of a process's program, also if that was replaced since.
+/// The file name of a process's program, even if the file was replaced since.
 fn executable(pid: u32) -> io::Result<String> {
     let path = std::fs::read_link(format!("/proc/{pid}/exe"))?;
     let name = path.file_name().unwrap_or(Path::new("").as_os_str()).to_string_lossy().into_owned();

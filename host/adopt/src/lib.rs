@@ -1,4 +1,4 @@
-//! VMs that run already, with whatever memory: the kernel's swap moves their pages, and the caller says how many.
+//! VMs that run already, with any kind of memory: the kernel's swap moves their pages, and the caller decides how many.
 //!
 //! ```text
 //! found (which process is a VMM) ─► Adopted ─► memory: where it is        ─► the caller decides a limit
@@ -9,8 +9,8 @@
 //!
 //! Before: a VMM that was started without Ballast. After: a part of its RAM is in swap.
 //! Threads: any; one at a time works for a VM. Units: bytes unless a name says otherwise.
-//! Promise: no code of ours is in the VMM, no setting of it or of its cgroup is changed, so nothing is left to undo. No
-//! call can make the kernel kill it: nothing limits what it may have.
+//! Promise: the VMM has no code of ours, and no setting of it or of its cgroup is changed, so nothing is left to undo.
+//! No call can make the kernel kill the VMM, because nothing limits its memory.
 #![forbid(unsafe_code)]
 
 pub mod adopted;

@@ -2,67 +2,67 @@
 //!
 //! Before: the text of `/proc/PID/smaps`. After: the mappings that are guest RAM, and what makes them stay in memory.
 //! Threads: any; pure functions. Units: bytes; addresses are the VMM's.
-//! Promise: the mappings sum up to the size that the command line says, or there is an error.
+//! Promise: the mappings add up to the size that the command line states, or there is an error.
 
 use ballast_base::{Bytes, Hva, MIB};
 
-/// The smallest mapping that is taken for guest RAM where no size is known. Heaps and stacks of the VMMs concerned are
+/// The smallest mapping that is taken for guest RAM if no size is known. Heaps and stacks of the known VMMs are
 /// smaller.
 const SMALLEST: u64 = 16 * MIB;
 
-/// DIMMs that are plugged in are of whole blocks of this size, because Linux guests use no others.
+/// Size of the blocks of plugged-in DIMMs: Linux guests use no others.
 const DIMM: u64 = 128 * MIB;
-/// The mapping without rights with which QEMU ends guest RAM.
+/// The mapping without rights that QEMU puts after guest RAM.
 const GUARD: u64 = 4096;
 
-/// A mapping, or several that follow each other.
+/// A mapping, or several adjacent ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ram {
-    /// Its first byte.
+    /// Address of its first byte.
     pub start: Hva,
-    /// Its length.
+    /// Its length in bytes.
     pub len: u64,
-    /// It is shared memory: other processes may map it.
+    /// Whether it is shared memory: other processes may map it.
     pub shared: bool,
-    /// Shared memory of it that is in swap, which page tables do not tell.
+    /// Bytes of it that are shared memory in swap, which page tables do not show.
     pub swapped: u64,
     /// Why its pages stay in memory, if they do.
     pub pinned: Option<&'static str>,
     pub(crate) executable: bool,
     pub(crate) writable: bool,
-    /// Nobody may touch it.
+    /// Whether it has no rights at all.
     pub(crate) bars_all: bool,
-    /// QEMU's guard follows it.
+    /// Whether QEMU's guard follows it.
     pub(crate) guarded: bool,
-    /// The file and the offset at which it ends; 0 for private memory.
+    /// The inode of its file, and the offset in the file at which it ends; 0 for private memory.
     pub(crate) file: (u64, u64),
 }
 
 impl Ram {
-    /// The byte after its last one.
+    /// The address after its last byte.
     pub fn end(&self) -> Hva {
         Hva(self.start.0 + self.len)
     }
 
-    /// Its last bytes. The kernel joins private memory that other parts of a VMM have mapped just below guest RAM;
-    /// above it QEMU keeps a page that nobody may touch.
+    /// Its last `len` bytes. The kernel joins guest RAM with private memory that the VMM has mapped just below it;
+    /// above it QEMU keeps a page without rights.
     fn last(&self, len: u64) -> Self {
         Self { start: Hva(self.end().0 - len), len, ..self.clone() }
     }
 }
 
-/// There is no such memory.
+/// A process has no guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRam {
-    /// No choice of mappings has that size.
+    /// No choice of mappings has this size.
     #[error("its command line says {0} of RAM, and none of its mappings have that size")]
     Size(Bytes),
-    /// There are small mappings only.
+    /// There are only small mappings.
     #[error("it has no mapping that could be guest RAM")]
     Nothing,
 }
 
-/// The guest's RAM of a VMM, ascending. `wanted`: its size, if that is known.
+/// The guest RAM of a VMM, ascending. `wanted`: its size, if that is known.
 pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
     let mut found: Vec<Ram> = mappings(smaps).into_iter().filter(|ram| ram.writable && !ram.executable).collect();
     if let Some(wanted) = wanted {
@@ -70,7 +70,7 @@ pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
         if let Some(ram) = large.min_by_key(|ram| ram.len) {
             return Ok(vec![ram.last(wanted)]);
         }
-        // The largest first: RAM of a guest is in few mappings, and is most of what its VMM has.
+        // The largest first: guest RAM is in few mappings, and is most of a VMM's memory.
         found.sort_by_key(|ram| std::cmp::Reverse(ram.len));
         let mut left = wanted;
         found.retain(|ram| {
@@ -88,7 +88,7 @@ pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
     if found.is_empty() { Err(NoRam::Nothing) } else { Ok(found) }
 }
 
-/// DIMMs of QEMU's that were plugged in, which the command line does not name: at most this many bytes, and nothing of
+/// DIMMs that were plugged into QEMU, which the command line does not name: at most `most` bytes, and none that overlap
 /// `ram`.
 pub fn plugged(smaps: &str, ram: &[Ram], most: u64) -> Vec<Ram> {
     let is_ram = |dimm: &Ram| ram.iter().any(|ram| ram.start < dimm.end() && dimm.start < ram.end());
@@ -103,12 +103,12 @@ pub fn plugged(smaps: &str, ram: &[Ram], most: u64) -> Vec<Ram> {
     whole.filter(fits).collect()
 }
 
-/// Shared memory in swap of the mapping that starts here.
+/// Bytes in swap of the shared mapping that starts at this address.
 pub fn swapped(smaps: &str, start: Hva) -> Option<u64> {
     mappings(smaps).iter().find(|ram| ram.start == start).map(|ram| ram.swapped)
 }
 
-/// All mappings, those that follow each other with one kind of memory as one.
+/// All mappings; adjacent ones of one kind of memory count as one.
 fn mappings(smaps: &str) -> Vec<Ram> {
     let mut found: Vec<Ram> = Vec::new();
     for line in smaps.lines() {
@@ -163,7 +163,7 @@ fn head(line: &str) -> Option<Ram> {
     let name = words.next().unwrap_or_default();
     let len = end.checked_sub(start)?;
     let has = |at: usize, right| rights.get(at) == Some(&right);
-    // A heap or a stack is no RAM; nor is a file of a disk, whose pages go to that file.
+    // A heap or a stack is no guest RAM. Nor is a file on a disk, whose pages go to that file.
     let is_memory = !["[heap]", "[stack]"].contains(&name)
         && (inode == 0 || name.starts_with("/memfd:") || name.starts_with("/dev/shm/") || name.contains("hugepages"));
     Some(Ram {

@@ -15,16 +15,16 @@ use ballast_sys::page_tables::{Entry, PageTables};
 
 use crate::maps::{self, Ram};
 
-/// A scan that took one second is followed by the next after this many.
+/// A scan that took one second is followed by the next after this many seconds.
 const RARELY: u32 = 1000;
-/// Pages by which the kernel's counters of a process differ at rest.
+/// Pages by which the kernel's counters of a process vary at rest.
 const FEW: u64 = 64;
-/// Pages by which a process's mappings grow or shrink when a DIMM is plugged in or taken out, at least.
+/// Least number of pages by which a process's mappings grow or shrink when a DIMM is plugged in or taken out.
 const DIMM_PAGES: u64 = 64 * MIB / PAGE_SIZE as u64;
 /// Least time between two scans.
 const AT_LEAST: Duration = Duration::from_millis(500);
 
-/// Sums of guest memory.
+/// Sums of guest memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// All guest RAM.
@@ -33,11 +33,11 @@ pub struct Memory {
     pub resident: u64,
     /// In swap.
     pub far: u64,
-    /// Mapped as the kernel's page of zeros. Kernels before 6.7 do not tell it from resident memory.
+    /// Mapped as the kernel's page of zeros. Kernels before 6.7 report it as resident memory.
     pub zero: u64,
     /// Never touched, or discarded.
     pub untouched: u64,
-    /// When its pages were counted. Since then the kernel's counters say what changed.
+    /// When its pages were counted. The kernel's counters show changes since then.
     pub scanned: SystemTime,
 }
 
@@ -46,14 +46,14 @@ pub struct Memory {
 pub struct Counter {
     statm: File,
     last: Option<Scan>,
-    /// Pages of all mappings of the process when its RAM was looked for.
+    /// Pages of all mappings of the process when its RAM was last searched for.
     mapped_pages: Option<u64>,
 }
 
 #[derive(Debug)]
 struct Scan {
     memory: Memory,
-    /// The process's resident pages then, by [`Counter::process_pages`].
+    /// The process's resident pages at the scan, by [`Counter::process_pages`].
     process_pages: u64,
     next: Instant,
 }
@@ -64,7 +64,7 @@ impl Counter {
         Ok(Self { statm: File::open(format!("/proc/{pid}/statm"))?, last: None, mapped_pages: None })
     }
 
-    /// Has the process mapped or unmapped as much as a DIMM since the last call that said so?
+    /// Whether the process has mapped or unmapped as much as a DIMM since the last call that returned true.
     pub fn is_mapped_anew(&mut self) -> io::Result<bool> {
         let [now, ..] = self.statm()?;
         let before = *self.mapped_pages.get_or_insert(now);
@@ -75,12 +75,12 @@ impl Counter {
         Ok(is_new)
     }
 
-    /// Its RAM is elsewhere: the next call counts all pages.
+    /// Forgets the last count, because the RAM has moved: the next call counts all pages.
     pub fn forget(&mut self) {
         self.last = None;
     }
 
-    /// Its memory now; counts pages if that is due and the kernel's counters changed since the last count.
+    /// The VM's memory now. Pages are counted if that is due and the kernel's counters changed since the last count.
     pub fn memory(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
         let now = self.process_pages(ram)?;
         match &self.last {
@@ -91,7 +91,7 @@ impl Counter {
         }
     }
 
-    /// The same without a count of pages, which is done if there was none.
+    /// The VM's memory now, from the counters alone. If there was no count yet, pages are counted.
     pub fn quick(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
         let now = self.process_pages(ram)?;
         match &self.last {
@@ -100,7 +100,7 @@ impl Counter {
         }
     }
 
-    /// Count all pages now.
+    /// Counts all pages now.
     pub fn scan(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
         let (begun, cpu) = (Instant::now(), cpu_time());
         let process_pages = self.process_pages(ram)?;
@@ -117,7 +117,7 @@ impl Counter {
                 None => (resident, far) = (resident + present, far + swapped),
             }
         }
-        // Pages moved while they were counted.
+        // Pages may have moved during the count.
         resident = resident.min(size);
         far = far.min(size - resident);
         zero = zero.min(size - resident - far);
@@ -128,7 +128,7 @@ impl Counter {
         Ok(memory)
     }
 
-    /// Resident pages of the process, of the kinds of memory that its guest's RAM is of.
+    /// Resident pages of the process, in the kinds of memory of which its guest RAM consists.
     fn process_pages(&self, ram: &[Ram]) -> io::Result<u64> {
         let [_, all, shared] = self.statm()?;
         Ok(match (ram.iter().any(|part| part.shared), ram.iter().any(|part| !part.shared)) {
@@ -138,7 +138,7 @@ impl Counter {
         })
     }
 
-    /// Pages of the process: of its mappings, resident ones, resident ones that it shares with files.
+    /// Pages of the process: in mappings, resident, and resident in files.
     fn statm(&self) -> io::Result<[u64; 3]> {
         let mut text = [0; 128];
         let len = self.statm.read_at(&mut text, 0)?;
@@ -149,8 +149,8 @@ impl Counter {
     }
 }
 
-/// The memory after the process's resident pages changed. What is gone is far; what is new comes from far first: a VM
-/// above its limit has little else.
+/// The memory after the process's resident pages changed. Pages that went are far; new ones come from far first,
+/// because a VM above its limit has few other pages that could come.
 fn changed(memory: Memory, before: u64, now: u64) -> Memory {
     let Memory { size, resident, far, zero, untouched, .. } = memory;
     let bytes = |pages| PageCount(pages).bytes().0;
@@ -171,7 +171,7 @@ fn changed(memory: Memory, before: u64, now: u64) -> Memory {
     }
 }
 
-/// Bytes that the file of a shared mapping holds, and those of them in swap; `None` if it is not known.
+/// Bytes that the file of a shared mapping holds, and those of them in swap; `None` if unknown.
 fn held_by_file(pid: u32, part: &Ram) -> Option<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
     let path = format!("/proc/{pid}/map_files/{:x}-{:x}", part.start.0, part.end().0);
@@ -181,7 +181,7 @@ fn held_by_file(pid: u32, part: &Ram) -> Option<(u64, u64)> {
     Some(((file.blocks() * 512).min(part.len), swapped))
 }
 
-/// Runs of pages in memory within a range of pages that are counted through all of the RAM.
+/// Runs of pages in memory within a range of pages. Pages are numbered through all of the RAM.
 pub fn present(tables: &PageTables, ram: &[Ram], pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let mut found: Vec<Range<u64>> = Vec::new();
     for (first, start, len) in pieces(ram, pages) {

@@ -1,11 +1,12 @@
-//! Which pages go out next, with a look at what comes back.
+//! Which pages to page out next, from which pages came back.
 //!
-//! The kernel tells which pages are in memory, not which are used. So a hand goes through memory in circles: a page
-//! that it meets goes out. Is that page in memory when the hand comes by again, the guest has used it: the hand then
-//! passes it 1, 3, 7, and at last 15 times. If too little goes out in a circle, pages that should have been passed go.
+//! The kernel tells which pages are in memory, not which are used. So a hand goes through memory in circles and sends
+//! out each page that it meets. If the page is in memory again when the hand returns, the guest has used it: the hand
+//! then passes it 1, 3, 7, and at last 15 times. If a circle sends out too few pages, pages that should be passed go,
+//! too.
 //!
-//! The first circle is by address, each later one goes through parts of 2 MiB in another random order: a guest that
-//! reads more than its limit in a loop would lose, by address, each page shortly before it reads the page again.
+//! The first circle is by address, each later one goes through parts of 2 MiB in another random order. By address, a
+//! guest that reads more than its limit in a loop would lose each page shortly before it reads the page again.
 //!
 //! Before: a VM is above its limit. After: pages to page out, in the order of the hand.
 //! Threads: one at a time. Units: pages, counted through all of the VM's RAM. Promise: a pick looks at each page five
@@ -17,21 +18,21 @@ use ballast_base::PAGES_PER_UNIT;
 
 /// The hand sent this page out.
 const OUT: u8 = 0x80;
-/// Times, one after the other, that it was back when the hand came.
+/// How often in a row the page was back when the hand came.
 const TRIES_SHIFT: u8 = 4;
 const MOST_TRIES: u8 = 4;
-/// Times that it will be passed.
+/// How often the hand will still pass the page.
 const LEFT: u8 = 0x0f;
-/// Instead of that, beside [`OUT`]: it was picked in this call, and has not gone yet.
+/// In place of that number, beside [`OUT`]: the page was picked in this call, and has not gone yet.
 const PICKED: u8 = LEFT;
-/// Pages of a part, and pages that are looked at in one call.
+/// Pages of a part, and most pages that are examined at once.
 const WINDOW: u64 = PAGES_PER_UNIT;
 
 /// The hand, and one byte for each page.
 #[derive(Debug, Default)]
 pub struct Order {
     marks: Vec<u8>,
-    /// The parts in the order of this circle.
+    /// The parts, in the order of this circle.
     parts: Vec<u32>,
     /// Index in `parts`, and the page within that part.
     hand: (usize, u64),
@@ -41,11 +42,11 @@ pub struct Order {
 /// Pages to page out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Picked {
-    /// The pages.
+    /// Pages to page out, as ranges.
     pub ranges: Vec<Range<u64>>,
-    /// Their number.
+    /// Number of pages in the ranges.
     pub pages: u64,
-    /// Pages that were out and are back.
+    /// Number of pages that were out and are back.
     pub restored: u64,
 }
 
@@ -74,7 +75,7 @@ impl Order {
         Self { marks: vec![0; pages as usize], parts, hand: (0, 0), random: 1 }
     }
 
-    /// Pick up to `want` pages. `present` returns the ascending runs of pages in memory within a range.
+    /// Picks up to `want` pages. `present` returns the ascending runs of pages in memory within a range.
     ///
     /// # Errors
     /// Those of `present`; then nothing was picked.
@@ -86,7 +87,7 @@ impl Order {
         let mut picked = Picked::default();
         let result = self.circles(want, &mut present, &mut picked);
         let marks = picked.ranges.iter().flat_map(|range| range.start as usize..range.end as usize);
-        // Pages that do not go, because of an error, are not out.
+        // Pages that stay, because of an error, are not out.
         let kept = if result.is_ok() { !LEFT } else { !(OUT | LEFT) };
         marks.for_each(|page| self.marks[page] &= kept);
         result.map(|()| picked)
@@ -123,7 +124,7 @@ impl Order {
         Ok(())
     }
 
-    /// Puts the parts that this circle has not met into a random order.
+    /// Puts the parts that this circle has not reached into a random order.
     fn shuffle_rest(&mut self) {
         let met = self.hand.0 + usize::from(self.hand.1 > 0);
         for last in (met + 1..self.parts.len()).rev() {
@@ -135,7 +136,7 @@ impl Order {
         }
     }
 
-    /// Looks at a window until enough is picked. Returns the number of pages that were looked at.
+    /// Examines a window until enough is picked. Returns the number of pages examined.
     fn window(&mut self, window: Range<u64>, runs: &[Range<u64>], pass: u8, want: u64, picked: &mut Picked) -> u64 {
         let mut runs = runs.iter().peekable();
         for page in window.clone() {
@@ -143,7 +144,7 @@ impl Order {
             let is_present = runs.peek().is_some_and(|run| run.contains(&page));
             let mark = &mut self.marks[page as usize];
             if !is_present {
-                // It was not needed for a whole circle.
+                // The page was not needed for a whole circle.
                 if *mark & OUT != 0 && pass == 0 {
                     *mark = OUT | (tries(*mark).saturating_sub(1) << TRIES_SHIFT);
                 }
@@ -169,7 +170,7 @@ impl Order {
         window.end - window.start
     }
 
-    /// These pages stayed: something holds them.
+    /// Notes that these pages stayed, because something holds them.
     pub fn stayed(&mut self, pages: Range<u64>) {
         for mark in &mut self.marks[pages.start as usize..pages.end as usize] {
             *mark = passed(MOST_TRIES);
@@ -182,7 +183,6 @@ mod tests {
     use super::*;
     use std::convert::Infallible;
 
-    /// A guest of some pages, which are in memory or not.
     struct Guest {
         order: Order,
         present: Vec<bool>,
@@ -193,7 +193,7 @@ mod tests {
             Self { order: Order::new(pages as u64), present: vec![true; pages] }
         }
 
-        /// Page out as many; returns those that went and how many were back.
+        /// Pages out `want` pages; returns those that went, and how many were back.
         fn out(&mut self, want: u64) -> (Vec<u64>, u64) {
             let present = &self.present;
             let runs = |range: Range<u64>| {

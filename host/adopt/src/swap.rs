@@ -1,7 +1,7 @@
-//! The swap of this host: how much there is, how fast it is, and what to type if there is none.
+//! The swap of this host: its size, its speed, and the command that makes one if there is none.
 //!
-//! Before: nothing. After: limits are checked against it, `ballast doctor` prints it. Threads: any.
-//! Units: bytes and microseconds. Promise: only memory of our own is paged to try it; nothing is set.
+//! Before: nothing. After: limits are checked against it, and `ballast doctor` prints it. Threads: any.
+//! Units: bytes and microseconds. Promise: a trial pages only memory of our own, and changes no setting.
 
 use std::fs;
 use std::io;
@@ -12,26 +12,26 @@ use ballast_base::{Bytes, Hva, KIB, MIB, PAGE_SIZE};
 use ballast_sys::Anon;
 use ballast_sys::page_tables::{Entry, PageTables};
 
-/// What to type where there is no swap.
+/// The command for a host without swap.
 pub const HOW_TO: &str = "apt install systemd-zram-generator; printf '[zram0]\\nzram-size = ram / 2\\n' > \
                           /etc/systemd/zram-generator.conf; systemctl daemon-reload; \
                           systemctl start systemd-zram-setup@zram0";
 
-/// Swap with less room than this, or than 1/64 of it, is full.
+/// Swap with less free space than this, or than 1/64 of its size, is full.
 const LEAST_FREE: u64 = 64 * MIB;
 
 /// All swap of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Swap {
-    /// The devices and files.
+    /// Its devices and files.
     pub names: Vec<String>,
-    /// Their size.
+    /// Its size.
     pub total: u64,
-    /// Bytes on them.
+    /// Bytes in use.
     pub used: u64,
 }
 
-/// What a page costs.
+/// The cost of paging.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speed {
     /// A page out, on average.
@@ -41,7 +41,7 @@ pub struct Speed {
 }
 
 impl Swap {
-    /// What the kernel has now.
+    /// The swap that the kernel has now.
     pub fn now() -> Self {
         Self::of(&fs::read_to_string("/proc/swaps").unwrap_or_default())
     }
@@ -58,12 +58,12 @@ impl Swap {
         swap
     }
 
-    /// Room.
+    /// Free bytes.
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.used)
     }
 
-    /// Why nothing can be paged out, if so.
+    /// Why nothing can be paged out; `None` if something can.
     pub fn full(&self) -> Option<String> {
         if self.total == 0 {
             return Some("this host has no swap (ballast doctor says what to type)".into());
@@ -73,13 +73,13 @@ impl Swap {
     }
 }
 
-/// Is there a compressed pool in front of swap? `None`: the kernel has none.
+/// Whether a compressed pool is in front of swap; `None` if the kernel has no zswap.
 pub fn zswap() -> Option<bool> {
     let text = fs::read_to_string("/sys/module/zswap/parameters/enabled").ok()?;
     Some(matches!(text.trim(), "Y" | "1"))
 }
 
-/// Page some memory of our own out and back.
+/// Pages some memory of our own out and back, and measures it.
 ///
 /// # Errors
 /// The kernel paged nothing out, for example because there is no swap.
@@ -87,7 +87,7 @@ pub fn speed() -> io::Result<Speed> {
     const PAGES: usize = 256;
     let memory = Anon::new(PAGES * PAGE_SIZE)?;
     for page in 0..PAGES {
-        // Half of each page repeats, the other half does not: a page like many.
+        // Half of each page repeats and half does not, as in a typical page.
         let mut word = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(page as u64 + 1);
         for at in (0..PAGE_SIZE).step_by(8) {
             word ^= word << 13;

@@ -1,7 +1,7 @@
 //! Which VM a process runs, by its program, its command line and its cgroup.
 //!
-//! Before: a process was found. After: it is a VMM with a name and a size, or none. Threads: any; pure functions.
-//! Units: bytes. Promise: a guess is not made: a size that the command line does not say is unknown.
+//! Before: a process was found. After: it is a VMM with a name and a size, or no VMM. Threads: any; pure functions.
+//! Units: bytes. Promise: nothing is guessed: a size that the command line does not state is unknown.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use ballast_base::{GIB, KIB, MIB};
 /// A program that runs VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
-    /// Any emulator of QEMU, also under the name of a distribution.
+    /// Any of QEMU's emulators, also under a distribution's own name.
     Qemu,
     /// Cloud Hypervisor.
     CloudHypervisor,
@@ -31,13 +31,13 @@ impl fmt::Display for Program {
 /// A VM as its VMM's command line describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vmm {
-    /// The program.
+    /// The program that runs it.
     pub program: Program,
     /// Its name, if it has one.
     pub name: Option<String>,
     /// RAM at boot, if the command line says it.
     pub memory: Option<u64>,
-    /// RAM with all DIMMs that may be plugged in, if the command line says it.
+    /// RAM with all DIMMs that may be plugged in, if the command line states it.
     pub most: Option<u64>,
 }
 
@@ -54,7 +54,7 @@ impl Program {
 }
 
 impl Vmm {
-    /// The VM of a process: `executable` is its file's name, `args` its words, the program's name first.
+    /// The VM of a process. `executable` is the name of its file; `args` its words, the first of which is the program.
     pub fn of(executable: &str, args: &[&str], cgroups: &str) -> Option<Self> {
         let program = Program::of(executable)?;
         let args = args.get(1..).unwrap_or_default();
@@ -75,7 +75,7 @@ fn option<'a>(args: &[&'a str], name: &str) -> Option<&'a str> {
     args[at].split_once('=').map_or_else(|| args.get(at + 1).copied(), |(_, value)| Some(value))
 }
 
-/// The value of a QEMU option, which may begin with one hyphen or two. The last one counts.
+/// The value of a QEMU option, which may begin with one hyphen or two. The last occurrence counts.
 fn qemu_option<'a>(args: &[&'a str], name: &str) -> Option<&'a str> {
     let is_it = |arg: &&str| arg.strip_prefix("--").or_else(|| arg.strip_prefix('-')) == Some(name);
     args.get(args.iter().rposition(is_it)? + 1).copied()
@@ -109,7 +109,7 @@ fn cloud_hypervisor_memory(value: &str) -> Option<u64> {
     size(key(value, "size", false)?, 1)
 }
 
-/// A size such as `512`, `1.5G` or `1048576k`, as VMMs read it; a number alone counts in `unit`.
+/// A size such as `512`, `1.5G` or `1048576k`, as VMMs read it; a number without a unit counts in `unit`.
 pub fn size(text: &str, unit: u64) -> Option<u64> {
     let (number, unit) = match text.char_indices().last()? {
         (_, last) if last.is_ascii_digit() => (text, unit),
@@ -131,7 +131,7 @@ pub fn size(text: &str, unit: u64) -> Option<u64> {
     }
 }
 
-/// The name of a libvirt domain by its scope: `machine-qemu\x2d3\x2dweb.scope`.
+/// The name of a libvirt domain, from its scope: `machine-qemu\x2d3\x2dweb.scope`.
 fn libvirt_name(cgroups: &str) -> Option<String> {
     let scope = cgroups.lines().find_map(|line| line.split('/').find(|part| part.starts_with("machine-qemu")))?;
     let name = scope.strip_suffix(".scope")?.replace("\\x2d", "-");

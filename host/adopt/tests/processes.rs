@@ -1,6 +1,7 @@
-//! Adopting real processes: what is found, what goes to swap and comes back, and what is refused.
+//! Adopting real processes: how they are found, which pages go to swap and come back, and when they are refused.
 //!
-//! Needs `cc`; what pages out needs root and zram. Promise: "right" means that the process compared every byte itself.
+//! Needs `cc`; tests that page out need root and zram. Promise: memory is right if the process itself compared every
+//! byte.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -15,7 +16,7 @@ use ballast_testkit::program::install;
 use ballast_testkit::skip;
 use ballast_testkit::swap::Swap;
 
-/// The program, under the names of VMMs: in cargo's directory, because a static is never dropped.
+/// The program, under the names of VMMs, in cargo's directory: a static is never dropped, so it could not clean up.
 fn programs() -> Option<&'static Path> {
     static DIR: OnceLock<Option<PathBuf>> = OnceLock::new();
     let make = || {
@@ -61,7 +62,7 @@ impl Vmm {
         line.trim().to_owned()
     }
 
-    /// Have it do something. Returns the number of words that were wrong.
+    /// Sends it a command. Returns the number of words that were wrong.
     fn tell(&mut self, what: &str) -> u64 {
         let stdin = self.child.stdin.as_mut().expect("piped");
         writeln!(stdin, "{what}").expect("it listens");
@@ -80,12 +81,11 @@ impl Drop for Vmm {
     }
 }
 
-/// Swap, or a reason to skip the test.
 fn swap() -> Option<Swap> {
     Swap::new("1G").map_err(|why| skip("zram", why)).ok()
 }
 
-/// What its pages say now, after a check that they add up.
+/// A scan of its pages, after a check that they add up.
 fn memory(vm: &Adopted) -> Memory {
     let memory = vm.scan().expect("its pages are counted");
     let Memory { size, resident, far, zero, untouched, .. } = memory;
@@ -93,7 +93,7 @@ fn memory(vm: &Adopted) -> Memory {
     memory
 }
 
-/// Step until it has no more than this.
+/// Steps until it has no more resident memory than `limit`.
 fn squeeze(vm: &Adopted, limit: u64) {
     for _ in 0..1000 {
         let resident = memory(vm).resident;

@@ -1,6 +1,6 @@
 //! Requests to adopt VMs, and their results.
 //!
-//! Before: an operator names VMs that run already, or all. After: `daemon` adopted them or says why not.
+//! Before: an operator names VMs that run already, or all. After: `daemon` has adopted them or says why not.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,8 +1,9 @@
-//! What an adopted VM has beside other VMs. It was started without Ballast, and the kernel moves its pages.
+//! The figures of an adopted VM that other VMs do not have. It was started without Ballast, and the kernel moves its
+//! pages.
 //!
 //! Before: `daemon` finds a VMM and counts its pages. After: JSON on a socket, and schemas of the OpenAPI document.
-//! Units: in the field names. Promise: an adopted VM's `VmStat` has figures of the kernel or of a count of its pages.
-//! What only the pager can know (quarantine, latencies, stores) is 0 or null there.
+//! Units: in the field names. Promise: an adopted VM's `VmStat` has figures from the kernel or from a count of its
+//! pages. Figures that only the pager can know (quarantine, latencies, stores) are 0 or null.
 
 use std::fmt;
 

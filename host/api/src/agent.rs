@@ -1,8 +1,8 @@
 //! The agent in a guest, as the API shows it.
 //!
 //! Before: the engine talks with a guest's agent, or finds none. After: operators see whether its reports are used.
-//! Units: bytes, pages of 4 KiB, microseconds, by name. Promise: what a guest says of itself is shown as such, and
-//! never decides about another VM.
+//! Units: bytes, pages of 4 KiB, microseconds, by name. Promise: figures that a guest reports are shown as its own, and
+//! never decide about another VM.
 
 use std::fmt;
 

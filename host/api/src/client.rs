@@ -1,9 +1,9 @@
 //! A small blocking client: one connection per request, over the daemon's Unix socket.
 //!
-//! Before: `ballastd` listens. After: the CLI and tests ask.
+//! Before: `ballastd` listens. After: the CLI and tests send requests.
 //! Threads: one runtime on the calling thread; not for use inside an async runtime.
-//! Units: timeouts are per request. Promise: a request cut off because an engine is being replaced is sent again for up
-//! to 5 s (every request of version 1 may be repeated), and an error names the socket and what to do.
+//! Units: timeouts are per request. Promise: a request that is cut off because an engine is being replaced is sent
+//! again for up to 5 s (every request of version 1 may be repeated), and an error names the socket and a remedy.
 
 use std::future::Future;
 use std::io;
@@ -27,7 +27,7 @@ use crate::{
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same for the pool: the kernel may move seconds' worth of memory to find a page of 1 GiB.
+/// For requests about the pool: the kernel may move memory for seconds to find a page of 1 GiB.
 const POOL_TIMEOUT: Duration = Duration::from_secs(60);
 const RETRY_FOR: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
@@ -39,17 +39,17 @@ pub enum ClientError {
     /// No process listens on the socket, or this user may not connect.
     #[error("Connecting to {}: {advice}", socket.display())]
     Unreachable {
-        /// The socket asked.
+        /// The daemon's socket.
         socket: PathBuf,
-        /// What to do about it.
+        /// The remedy.
         advice: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The connection was made, but no complete response was received.
     #[error("Talking to {}: {what}", socket.display())]
     Broken {
-        /// The socket asked.
+        /// The daemon's socket.
         socket: PathBuf,
         /// What went wrong.
         what: String,
@@ -60,13 +60,13 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Did the daemon say there is no VM of that name?
+    /// Whether the daemon replied that no VM has that name.
     pub fn is_no_such_vm(&self) -> bool {
         matches!(self, Self::Refused(problem) if problem.kind == Problem::NO_SUCH_VM)
     }
 }
 
-/// Result of one try: a response, a cut connection that may be a change of engines, or a reason to stop.
+/// Result of one try: a response, a cut connection that may come from a change of engines, or a reason to stop.
 enum Try {
     Cut(ClientError),
     Final(ClientError),
@@ -81,20 +81,20 @@ pub struct Client {
 }
 
 impl Client {
-    /// Returns a client of the daemon at `socket`. It does not connect yet.
+    /// Makes a client of the daemon at `socket`. It does not connect yet.
     pub fn new(socket: impl Into<PathBuf>) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         Ok(Self { socket: socket.into(), runtime, retry_for: RETRY_FOR })
     }
 
-    /// Give up on a daemon that refuses connections after this long instead of 5 s.
+    /// Gives up on a daemon that refuses connections after this long instead of 5 s.
     #[must_use]
     pub fn retry_for(mut self, time: Duration) -> Self {
         self.retry_for = time;
         self
     }
 
-    /// The socket asked.
+    /// The daemon's socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -109,12 +109,12 @@ impl Client {
         self.get(&vm_path(name))
     }
 
-    /// Returns how hot its memory is, with a strip of `cells` cells.
+    /// Returns how hot the memory of a VM is, with a strip of `cells` cells.
     pub fn heat(&self, name: &str, cells: usize) -> Result<VmHeat, ClientError> {
         self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
     }
 
-    /// Sets whether it is tracked. Returns its heat.
+    /// Sets whether a VM is tracked. Returns its heat.
     pub fn set_track(&self, name: &str, track: bool) -> Result<VmHeat, ClientError> {
         self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body(&HeatPatch { track: Some(track) }))
     }
@@ -139,23 +139,23 @@ impl Client {
         self.json(Method::PUT, &(vm_path(name) + "/restore"), Vec::new())
     }
 
-    /// Ends this: the VM's limit counts again.
+    /// Ends a restore: the VM's limit counts again.
     pub fn end_restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::DELETE, &(vm_path(name) + "/restore"), Vec::new())
     }
 
-    /// Returns what is kept of VMs for the next time that they attach.
+    /// Returns the settings that are kept of VMs for the next time that they attach.
     pub fn kept(&self) -> Result<Vec<KeptVm>, ClientError> {
         self.get("/v1/kept")
     }
 
-    /// Forgets what is kept of VMs of this name or UUID. Returns it.
+    /// Forgets the settings that are kept of VMs with this name or UUID. Returns them.
     pub fn forget(&self, vm: &str) -> Result<Vec<KeptVm>, ClientError> {
         let path = vm_path(vm).replacen("/v1/vms", "/v1/kept", 1);
         self.json(Method::DELETE, &path, Vec::new())
     }
 
-    /// Adopts VMs that run already. Returns them, and VMMs that could not be adopted.
+    /// Adopts VMs that run already. Returns them, and the VMMs that could not be adopted.
     pub fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, ClientError> {
         self.json(Method::PUT, "/v1/adopted", body(request))
     }
@@ -201,7 +201,7 @@ impl Client {
         self.get("/v1/upgrade")
     }
 
-    /// Starts an upgrade to this program, or to the one that engines are started from. Returns its state.
+    /// Starts an upgrade to this program, or to the program that engines are started from. Returns the upgrade's state.
     pub fn begin_upgrade(&self, request: &UpgradeRequest) -> Result<UpgradeStat, ClientError> {
         self.json(Method::PUT, "/v1/upgrade", body(request))
     }
@@ -236,7 +236,7 @@ impl Client {
         self.get(&format!("/v1/events?after={after}"))
     }
 
-    /// Returns the events after number `after` and the policy's decisions among them (kind `decision`), oldest first.
+    /// Returns the events after number `after`, oldest first, with the policy's decisions (kind `decision`).
     pub fn decisions_after(&self, after: u64) -> Result<Vec<Event>, ClientError> {
         self.get(&format!("/v1/events?after={after}&decisions=1"))
     }
@@ -331,12 +331,11 @@ impl Client {
     }
 }
 
-/// Plain data as a request body. Serialising it cannot fail.
 fn body(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data serialises")
 }
 
-/// The problem document in a refusal, or one made from its status if it holds none.
+/// The problem document of a refusal, or one made from its status if it has none.
 fn refusal(status: StatusCode, body: &[u8]) -> Problem {
     serde_json::from_slice(body).unwrap_or_else(|_| {
         let title = status.canonical_reason().unwrap_or("refused");
@@ -344,7 +343,7 @@ fn refusal(status: StatusCode, body: &[u8]) -> Problem {
     })
 }
 
-/// The path of a VM. Anything that is not a plain name character is percent-encoded.
+/// The path of a VM. Each character that is not a plain name character is percent-encoded.
 fn vm_path(name: &str) -> String {
     let mut path = String::from("/v1/vms/");
     for byte in name.bytes() {

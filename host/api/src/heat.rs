@@ -1,7 +1,7 @@
 //! How hot a VM's memory is, in the API.
 //!
 //! Before: `heat` computed it from access cycles. After: JSON, and `ballast vm heat`.
-//! Units: in the field names; an age is the time since the last touch that was seen.
+//! Units: in the field names; an age is the time since the last touch that tracking has seen.
 //! Promise: the ages add up to `present_bytes`.
 
 use std::time::Duration;
@@ -86,7 +86,7 @@ pub struct HeatCell {
 }
 
 impl VmHeat {
-    /// The report of a VM from what `heat` computed.
+    /// The report of a VM from the result of `heat`.
     pub fn new(name: String, track: bool, is_tracked: bool, heat: &Heat) -> Self {
         let seconds = |time: Duration| time.as_secs_f64();
         // Digits beyond the precision are cut off, to keep the JSON of a long strip short.

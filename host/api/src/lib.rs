@@ -35,7 +35,7 @@ pub use types::{
 };
 pub use upgrade::{UpgradeRequest, UpgradeStage, UpgradeStat};
 
-/// Where the daemon listens unless told otherwise.
+/// Socket on which the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/ballast/api.sock";
 /// Most bytes a request body may have.
 pub const MAX_BODY_BYTES: usize = 64 * 1024;

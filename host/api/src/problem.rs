@@ -33,7 +33,7 @@ impl Problem {
     pub const NO_SUCH_VM: &'static str = "urn:ballast:problem:no-such-vm";
     /// 404: no such resource.
     pub const NOT_FOUND: &'static str = "urn:ballast:problem:not-found";
-    /// 405: the resource exists but not this method.
+    /// 405: the resource exists, but not this method.
     pub const METHOD: &'static str = "urn:ballast:problem:method-not-allowed";
     /// 400: the body is not valid for this request.
     pub const BAD_REQUEST: &'static str = "urn:ballast:problem:bad-request";
@@ -45,12 +45,12 @@ impl Problem {
     pub const FORBIDDEN: &'static str = "urn:ballast:problem:forbidden";
     /// 408: the request did not arrive in time.
     pub const TIMEOUT: &'static str = "urn:ballast:problem:timeout";
-    /// 500: an error of Ballast.
+    /// 500: Ballast itself failed.
     pub const INTERNAL: &'static str = "urn:ballast:problem:internal";
     /// 503: too many connections.
     pub const BUSY: &'static str = "urn:ballast:problem:busy";
 
-    /// A problem of this kind. `title` should be the same for every occurrence of `kind`.
+    /// A problem of this kind. Each problem of a `kind` should have the same `title`.
     pub fn new(status: u16, kind: &str, title: &str, detail: impl Into<String>) -> Self {
         Self { kind: kind.into(), title: title.into(), status, detail: detail.into() }
     }

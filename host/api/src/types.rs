@@ -1,7 +1,7 @@
 //! VMs in the API.
 //!
 //! Before: `daemon` reads counters and page tables. After: JSON on a socket, and schemas of the OpenAPI document.
-//! Units: in the field names. Counters only grow while an engine lives and survive its replacement.
+//! Units: in the field names. Counters only grow while an engine lives, and survive its replacement.
 //! Promise: for every VM, `size = resident + far + zero + untouched + poisoned`, to the page.
 
 use std::fmt;
@@ -400,7 +400,7 @@ impl VmStat {
         self.limit_bytes.into_iter().chain(self.target_bytes).min()
     }
 
-    /// Whether it is blocked for that reason.
+    /// Whether the VM is blocked until a scan for foreign mappers is over.
     pub fn waits_for_scan(&self) -> bool {
         self.status_reason.as_deref() == Some(Self::UNCHECKED)
     }
@@ -429,13 +429,13 @@ pub struct VmChange {
     pub problem: Option<Problem>,
 }
 
-/// A key that must be there, and may be null.
+/// Deserializes a key that must be present, and may be null.
 fn required<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     Deserialize::deserialize(deserializer)
 }
 
 impl VmPatch {
-    /// Add a later change to this one. What an agent is to hold is no setting of the VM.
+    /// Adds a later change to this one, except for the balloon, which is no setting of the VM.
     pub fn merge(&mut self, later: &Self) {
         fn take<T: Clone>(this: &mut Option<T>, later: &Option<T>) {
             if later.is_some() {
@@ -462,7 +462,7 @@ impl VmPatch {
     }
 }
 
-/// A key that is present is `Some`, whatever its value; serde alone would read null as absent.
+/// Deserializes a key that is present as `Some`, whatever its value; serde alone would read null as absent.
 pub(crate) fn present<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Option<T>>, D::Error> {

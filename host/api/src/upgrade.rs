@@ -1,7 +1,7 @@
 //! Upgrades in the API.
 //!
-//! Before: the keeper tells the engine how an upgrade goes. After: JSON, and schemas of the OpenAPI document. Units: in
-//! the field names.
+//! Before: the keeper tells the engine the state of an upgrade. After: JSON, and schemas of the OpenAPI document.
+//! Units: in the field names.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

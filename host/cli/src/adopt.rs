@@ -1,5 +1,5 @@
-//! `ballast adopt` and `ballast release`: VMs that run already, without a restart. And what `vm stat` and `doctor` say
-//! of them.
+//! `ballast adopt` and `ballast release`: VMs that run already, without a restart. Also the text about them in `vm
+//! stat` and `doctor`.
 
 use std::time::{Duration, Instant};
 
@@ -84,9 +84,8 @@ pub fn release(client: &Client, args: &ReleaseArgs, json: bool) -> Result<()> {
 }
 
 fn wait_until_released(client: &Client, name: &str) -> Result<()> {
-    /// Time between two looks.
     const PAUSE: Duration = Duration::from_millis(100);
-    /// Time without progress after which it gives up.
+    /// Time without progress after which the command gives up.
     const TIMEOUT: Duration = Duration::from_secs(60);
     let (mut far, mut changed) = (u64::MAX, Instant::now());
     loop {
@@ -103,7 +102,6 @@ fn wait_until_released(client: &Client, name: &str) -> Result<()> {
     }
 }
 
-/// What `vm stat` says of an adopted VM beside its memory.
 pub fn screen(vm: &VmStat, adopted: &AdoptedStat) -> String {
     let [out, back] = [vm.reclaim.evicted_pages, vm.faults.restored_pages].map(show::grouped);
     let how = match (adopted.by, &adopted.cgroup, &adopted.cgroup_reason) {
@@ -131,7 +129,6 @@ pub fn screen(vm: &VmStat, adopted: &AdoptedStat) -> String {
     )
 }
 
-/// What `doctor` finds about swap.
 #[derive(Debug, Serialize)]
 pub struct SwapFindings {
     names: Vec<String>,
@@ -144,7 +141,7 @@ pub struct SwapFindings {
 }
 
 impl SwapFindings {
-    /// Try it. The VMs are those of the daemon, if one runs.
+    /// Tries swap. `vms` are those of the daemon, if one runs.
     pub fn now(vms: &[VmStat]) -> Self {
         let Swap { names, total, used } = Swap::now();
         let speed = swap::speed().ok();

@@ -1,7 +1,7 @@
-//! `ballast advise`: how much memory each VM needed over the last day, by what it held while it waited little.
+//! `ballast advise`: how much memory each VM needed over the last day, from its memory in minutes of little stall.
 //!
 //! Before: `ballastd` has the past of the VMs. After: a table with the least limit that would have kept the stall at or
-//! below 1 and 5 %, and how far that is known. Units: bytes; stall in percent of time. Promise: nothing is computed
+//! below 1 and 5 %, and how exactly that is known. Units: bytes; stall in percent of time. Promise: nothing is computed
 //! from a model: a limit is advised only if the VM did well with it in each hour of its record.
 
 use anyhow::{Context, Result};
@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::names::explain;
 use crate::show;
 
-/// Minutes of the record that is read: all that there is.
+/// Minutes of the record that are read: all that there are.
 const DAY_MIN: u64 = 24 * 60;
 /// A VM with a shorter record is settling.
 const LEAST_MIN: usize = 60;
@@ -28,27 +28,22 @@ pub struct AdviseArgs {
     pub names: Vec<String>,
 }
 
-/// What the record of a VM says.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Advice {
     name: String,
     size_bytes: u64,
     resident_bytes: u64,
-    /// Minutes of its record in the last day.
     record_minutes: usize,
-    /// Its largest working set, if it was tracked.
     working_set_bytes: Option<u64>,
-    /// `None` while it is settling.
     stall_1_pct: Option<Need>,
     stall_5_pct: Option<Need>,
 }
 
-/// The memory that a VM needs for little stall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 struct Need {
-    /// It held this much in a minute, and waited for longer.
+    /// With this much memory, the VM stalled for too long in some minute.
     too_little_bytes: u64,
-    /// In each hour it had a minute with this much or less in which it did not.
+    /// In each hour, the VM had a minute with this much memory or less in which it did not stall for too long.
     enough_bytes: u64,
 }
 
@@ -83,7 +78,7 @@ fn advice(name: &str, (size_bytes, resident_bytes): (u64, u64), record: &History
     }
 }
 
-/// What it needs for at most this stall. `None` if an hour has no minute with so little.
+/// The VM's need for at most this stall. `None` if an hour has no minute with so little stall.
 fn need(record: &History, stall_permille: u16) -> Option<Need> {
     let minutes = || record.at_unix_s.iter().zip(record.resident_bytes.iter().zip(&record.stall_permille));
     let too_little = minutes().filter(|(_, (_, stall))| **stall > stall_permille).map(|(_, (held, _))| *held).max();
@@ -138,7 +133,6 @@ mod tests {
 
     use super::*;
 
-    /// A record of minutes with these sizes in MiB and stalls in thousandths.
     fn record(minutes: impl IntoIterator<Item = (u64, u16)>) -> History {
         let mut record = History { step_s: 60, ..History::default() };
         for (minute, (mib, stall)) in minutes.into_iter().enumerate() {

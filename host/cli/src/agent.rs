@@ -8,7 +8,7 @@ use ballast_api::{AgentState, NodeStat, TieringStat, TieringState, VmStat};
 
 use crate::show;
 
-/// The agent in the guest; nothing if the VM has no port for one.
+/// The agent in the guest; empty if the VM has no port for an agent.
 pub fn screen(vm: &VmStat) -> String {
     let Some(agent) = &vm.agent else { return String::new() };
     let mut text = format!("\nAGENT: {}", agent.state);
@@ -104,7 +104,7 @@ fn of_tiering(tiering: &TieringStat) -> String {
 /// The sentence that `ballast explain` prints.
 pub fn in_brief(vm: &VmStat) -> Option<String> {
     let agent = vm.agent.as_ref()?;
-    // The guest says these numbers, and may say any.
+    // The guest reports these numbers, and may report any.
     let sum = |of: fn(&NodeStat) -> u64| agent.nodes.iter().map(of).fold(0, u64::saturating_add);
     let (held, wanted) = (sum(|node| node.balloon_bytes), sum(|node| node.balloon_wanted_bytes));
     let balloon = (held | wanted > 0).then(|| {

@@ -25,7 +25,7 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// The API socket: as named on the command line, else by `BALLAST_API` unless that is empty, else the usual one.
+/// The API socket: the one named on the command line, else `BALLAST_API` unless it is empty, else the default.
 pub fn api_socket(named: Option<PathBuf>) -> PathBuf {
     let of_environment = || std::env::var_os("BALLAST_API").filter(|path| !path.is_empty()).map(PathBuf::from);
     named.or_else(of_environment).unwrap_or_else(|| ballast_api::DEFAULT_SOCKET.into())

@@ -1,7 +1,8 @@
 //! Completion in a shell: commands, options, and the names of VMs that `ballastd` knows at that moment.
 //!
-//! Before: the shell has sourced the script of `ballast completions SHELL`. After: on each Tab it starts this program
-//! with [`VAR`] set, which answers and ends. Promise: without a daemon no name is suggested, and nothing is printed.
+//! Before: the shell has sourced the script of `ballast completions SHELL`. After: on each Tab the script starts this
+//! program with [`VAR`] set, which answers and ends. Promise: without a daemon no name is suggested, and nothing is
+//! printed.
 
 use std::time::Duration;
 
@@ -14,10 +15,9 @@ use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate, Shell}
 use crate::args::{Cli, api_socket};
 use crate::show;
 
-/// The variable with which the script asks.
+/// Set by the script.
 const VAR: &str = "BALLAST_COMPLETE";
 
-/// Answers the shell and ends this process, if the shell asks.
 pub fn answer() {
     CompleteEnv::with_factory(command).var(VAR).complete();
 }
@@ -35,7 +35,7 @@ fn command() -> Command {
     with_names(Cli::command())
 }
 
-/// Wherever a VM that is known must be named, its name is completed.
+/// Completes names of known VMs wherever one must be named.
 fn with_names(command: Command) -> Command {
     command
         .mut_args(|arg| match arg.get_id().as_str() {

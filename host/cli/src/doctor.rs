@@ -1,6 +1,5 @@
-//! `ballast doctor`: tries the kernel's features that Ballast uses. Needs no daemon; if one runs, it says which guests
-//! keep their free memory. `--store`: the daemon's findings
-//! about the remote store.
+//! `ballast doctor`: tries the kernel's features that Ballast uses. It needs no daemon; if one runs, it also lists the
+//! guests that keep their free memory. `--store` prints the daemon's findings about the remote store.
 
 use std::fmt::Write;
 
@@ -45,7 +44,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Probe and print. The exit code tells whether a VM can be managed here.
+/// Probes and prints. The exit code tells whether a VM can be managed here.
 pub fn run(client: Option<Client>, json: bool) -> Result<Exit> {
     let (kernel, features) = (probe::kernel_release(), probe::probe());
     let ok = !features.iter().any(Feature::is_missing);
@@ -61,7 +60,7 @@ pub fn run(client: Option<Client>, json: bool) -> Result<Exit> {
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }
 
-/// Print the engine's findings about the remote store. The exit code tells whether pages may be lost.
+/// Prints the engine's findings about the remote store. The exit code tells whether pages may be lost.
 pub fn store(host: &HostStat, json: bool) -> Result<Exit> {
     let remote = host.remote.as_ref().context("No remote store is set: see [remote] in ballastd.toml")?;
     let ok = !remote.findings.iter().any(|finding| finding.serious);
@@ -105,7 +104,6 @@ fn describe(report: &Findings<'_>) -> String {
         0 => format!("all {} required features are there", count(true, true)),
         missing => format!("{missing} required features are missing or could not be tried: VMs cannot be managed here"),
     };
-    // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "\nLinux {}: {verdict}; of the others, {} are there and {} are not.",

@@ -1,10 +1,10 @@
 //! The command as an emulator: under the name `kvm` or one that begins with `qemu`, it takes QEMU's own command line.
 //!
 //! Before: a management program (libvirt, Proxmox) was told that `/usr/lib/ballast/qemu-system-x86_64`, a link to
-//! `ballast`, is its QEMU. After: `ballast run` has the command line that it would have had from an operator.
-//! Promise: what only asks QEMU what it can do reaches it unchanged (`run`). QEMU is the program of the link's name in
-//! `PATH` that is not this one; a link `qemu` stands for this machine's architecture. A file names options of `ballast
-//! run`, and another QEMU.
+//! `ballast`, is its QEMU. After: `ballast run` has a command line as an operator would have written it. Promise: a
+//! command line that only queries QEMU's features reaches QEMU unchanged (`run`). QEMU is the program of the link's
+//! name in `PATH` that is not this one; for a link `qemu` the name is that of this machine's architecture. A file names
+//! options of `ballast run`, and another QEMU.
 
 use std::ffi::OsString;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -12,15 +12,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-/// The words between `ballast run` and QEMU's arguments: options, then `--` and QEMU, if it is another than the link's
-/// name says.
+/// This file has the words between `ballast run` and QEMU's arguments: options, then `--` and a QEMU, if it is another
+/// than the link's name says.
 const FILE: &str = "/etc/ballast/emulator";
-/// The variable that names another file.
 const VARIABLE: &str = "BALLAST_EMULATOR";
-/// Where QEMU may be, beside `PATH`.
 const PLACES: [&str; 3] = ["/usr/bin", "/usr/libexec", "/usr/local/bin"];
 
-/// The command line of `ballast run`, if this program was started as an emulator; else these words.
+/// The command line of `ballast run` if this program was started as an emulator; otherwise `words`.
 pub fn command_line(words: impl Iterator<Item = OsString>) -> Result<Vec<OsString>> {
     let words: Vec<OsString> = words.collect();
     let name = words.first().and_then(|word| Path::new(word).file_name()).unwrap_or_default().to_string_lossy();
@@ -54,7 +52,6 @@ fn settings(text: &str) -> (Vec<String>, Vec<OsString>) {
     (words[..end].iter().map(|word| (*word).to_owned()).collect(), program)
 }
 
-/// QEMU, by the name of the link.
 fn find(name: &str) -> Result<PathBuf> {
     let name = if name == "qemu" { format!("qemu-system-{}", std::env::consts::ARCH) } else { name.to_owned() };
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -69,7 +66,7 @@ fn find(name: &str) -> Result<PathBuf> {
     }
 }
 
-/// Is this a program, and not the one that runs?
+/// Whether this is a program other than the one that runs.
 fn is_another(program: &Path, own: (u64, u64)) -> bool {
     std::fs::metadata(program).is_ok_and(|found| {
         found.is_file() && found.permissions().mode() & 0o111 != 0 && (found.dev(), found.ino()) != own

@@ -1,7 +1,7 @@
-//! `ballast events`: recent events, and those to come.
+//! `ballast events`: recent events, and with `--follow` those to come.
 //!
-//! Before: the engine remembers the last 1,000. After: a table, or lines as events come. Promise: while it follows, an
-//! engine that is replaced costs no event that the next engine has.
+//! Before: the engine remembers the last 1,000. After: a table, or lines as events come. Promise: while it follows, the
+//! replacement of an engine costs no event that the next engine has.
 
 use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,7 +12,7 @@ use ballast_api::{Client, Event};
 use crate::args::EventsArgs;
 use crate::show;
 
-/// Pause between two questions while it follows.
+/// Pause between two requests while it follows.
 const PAUSE: Duration = Duration::from_millis(500);
 
 pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
@@ -34,7 +34,7 @@ pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
                 true => writeln!(out, "{}", serde_json::to_string(event)?),
                 false => writeln!(out, "{}  {vm}  {}  {}", show::time(event.at_unix_ms), event.kind, event.message),
             };
-            // The reader has ended.
+            // The reader of this output has ended.
             if written.and_then(|()| out.flush()).is_err() {
                 return Ok(());
             }

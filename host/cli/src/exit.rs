@@ -8,13 +8,11 @@ use ballast_api::ClientError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
-    /// Done.
     Ok = 0,
-    /// It was tried and failed, or `doctor` found a required feature missing.
+    /// The command tried and failed, or `doctor` found that a required feature is missing.
     Failure = 1,
-    /// The command line is wrong. (clap's own code for that.)
+    /// The command line is wrong. The value is clap's own.
     Usage = 2,
-    /// No VM has that name.
     NoSuchVm = 3,
     /// The daemon does not respond, or this user may not connect.
     Unreachable = 4,
@@ -33,7 +31,6 @@ impl From<Exit> for ExitCode {
 #[error("{message}")]
 pub struct Coded {
     pub exit: Exit,
-    /// The failure and the advice.
     pub message: String,
 }
 
@@ -51,7 +48,7 @@ pub fn code_of(error: &anyhow::Error) -> Exit {
     Exit::Failure
 }
 
-/// The whole chain on one line, each cause once.
+/// The whole chain of causes on one line, each cause once.
 pub fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

@@ -41,7 +41,6 @@ pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
 fn screen(heat: &VmHeat) -> String {
     let mut text = String::new();
     let cycles = show::grouped(heat.cycles);
-    // Writing to a String cannot fail.
     if heat.is_tracked {
         let _ = writeln!(
             text,
@@ -112,7 +111,6 @@ fn age(seconds: f64) -> String {
     }
 }
 
-/// One character for each cell.
 fn strip(cells: &[HeatCell]) -> String {
     let shade = |cell: &HeatCell| match (cell.present, cell.hot) {
         (present, _) if present <= 0.0 => ' ',

@@ -14,7 +14,6 @@ pub fn host(client: &Client, json: bool) -> Result<()> {
 fn describe(host: &HostStat) -> String {
     let mut text = String::new();
     let size = show::size;
-    // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "ballast {}, up {}; engine {} (pid {}), {} replaced after dying; keeper pid {}",

@@ -1,7 +1,7 @@
 //! `ballast bench` and `ballast demo`: this process becomes `ballast-bench`, which is a separate program.
 //!
-//! Before: the operator typed the arguments. After: the program of the lab has them unchanged.
-//! Promise: the lab measures and shows the product and is no part of it: nothing of it is linked here.
+//! Before: the operator typed the arguments. After: the program of the lab has them unchanged. Promise: the lab
+//! measures and shows the product and is no part of it: nothing of it is linked here.
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ pub struct LabArgs {
     words: Vec<OsString>,
 }
 
-/// Execute it in this process. Returns only when that fails.
+/// Executes the program in this process. Returns only if that fails.
 pub fn run(command: &str, args: LabArgs, json: bool) -> Result<Infallible> {
     let program = program::find("ballast-bench").map_err(|error| Coded {
         exit: Exit::MissingFeature,

@@ -1,8 +1,8 @@
-//! `ballast libvirt status`: says of each of libvirt's domains what is missing for Ballast to page it.
+//! `ballast libvirt status`: says for each of libvirt's domains what Ballast lacks to page it.
 //!
-//! Before: libvirt has domains, and `ballastd` may run. After: a table with what to type; nothing is changed.
-//! Promise: what a domain's next QEMU would be started with is libvirt's own answer (`virsh domxml-to-native`), and the
-//! judgement of it is that of `ballast run`.
+//! Before: libvirt has domains, and `ballastd` may run. After: a table with the commands to type; nothing is changed.
+//! Promise: the command line of a domain's next QEMU comes from libvirt itself (`virsh domxml-to-native`), and `ballast
+//! run`'s own check judges it.
 
 use std::io::{ErrorKind, Write};
 use std::path::Path;
@@ -15,7 +15,6 @@ use serde::Serialize;
 use crate::exit::{Coded, Exit};
 use crate::{run, show};
 
-/// Where the package has the emulators.
 const EMULATORS: &str = "/usr/lib/ballast";
 
 #[derive(Debug, clap::Subcommand)]
@@ -29,11 +28,11 @@ struct Domain {
     name: String,
     uuid: String,
     now: Now,
-    /// What an operator must do, or why nothing can be done, for the domain's next start.
+    /// Steps that an operator must take before the domain's next start, or why none would help.
     missing: Vec<String>,
 }
 
-/// What becomes of a domain's pages now.
+/// The present state of a domain's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Now {
@@ -41,7 +40,6 @@ enum Now {
     Paged,
     Adopted,
     Unmanaged,
-    /// `ballastd` does not answer.
     Unknown,
 }
 
@@ -74,7 +72,7 @@ fn listed(text: &str) -> impl Iterator<Item = (&str, &str)> {
     text.lines().filter_map(|line| line.trim().split_once(' ')).map(|(uuid, name)| (uuid, name.trim()))
 }
 
-/// What becomes of its pages, and how much of its RAM is not managed. The VM is `None` if nobody could be asked.
+/// The state of the domain's pages, and how much of its RAM is not managed. `vm` is `None` if no daemon answers.
 fn now(is_running: bool, vm: Option<Option<&VmStat>>) -> (Now, u64) {
     match vm {
         _ if !is_running => (Now::Off, 0),
@@ -85,7 +83,7 @@ fn now(is_running: bool, vm: Option<Option<&VmStat>>) -> (Now, u64) {
     }
 }
 
-/// What is missing, by the command line that the domain's next QEMU would have.
+/// The missing steps, by the command line that the domain's next QEMU would have.
 fn missing(name: &str, command_line: &Result<Vec<String>>) -> Vec<String> {
     let words = match command_line {
         Ok(words) => words,
@@ -107,7 +105,7 @@ fn missing(name: &str, command_line: &Result<Vec<String>>) -> Vec<String> {
     missing
 }
 
-/// Is it this program under another name?
+/// Whether the emulator is this program under another name.
 fn is_ours(emulator: &Path) -> bool {
     let own = std::env::current_exe().and_then(|own| own.canonicalize());
     own.is_ok_and(|own| emulator.canonicalize().is_ok_and(|emulator| emulator == own))
@@ -119,7 +117,7 @@ fn command_line(uuid: &str) -> Result<Vec<String>> {
     words(&virsh(&["domxml-to-native", "qemu-argv", "--xml", "/dev/stdin"], Some(&xml))?)
 }
 
-/// The words of a shell's command, without the variables before it.
+/// The words of a shell command, without the variables before it.
 fn words(text: &str) -> Result<Vec<String>> {
     let words = shlex::split(text).ok_or_else(|| anyhow!("a quote is not closed in {text}"))?;
     let words: Vec<String> = words.into_iter().skip_while(|word| !word.starts_with('/')).collect();
@@ -141,7 +139,7 @@ fn virsh(args: &[&str], input: Option<&str>) -> Result<String> {
         _ => anyhow!(error).context("Starting virsh"),
     })?;
     if let (Some(input), Some(mut to)) = (input, child.stdin.take()) {
-        // If it does not read all of it, it says why.
+        // If the program does not read all of it, its status says why.
         let _ = to.write_all(input.as_bytes());
     }
     let Output { status, stdout, stderr } = child.wait_with_output().context("Waiting for virsh")?;

@@ -1,9 +1,9 @@
 //! `ballast`: the command for operators.
 //!
 //! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench` and `completions` do not need it).
-//! After: people have text, programs have JSON, and scripts have an exit code.
-//! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
-//! tried, what went wrong, and what to do.
+//! After: people have text, programs have JSON, and scripts have an exit code. Units: people see KiB and larger with
+//! their names; JSON has bytes. Promise: an error is one line that says what was tried, what went wrong, and what to
+//! do.
 
 mod adopt;
 mod advise;

@@ -1,13 +1,12 @@
 //! Suggestions for a VM name that no VM has.
 //!
-//! Before: a request for a VM failed. After: an error that the operator can act on. Promise: any other error is
+//! Before: a request for a VM failed. After: an error on which the operator can act. Promise: any other error is
 //! unchanged.
 
 use ballast_api::{Client, ClientError};
 
 use crate::exit::{Coded, Exit};
 
-/// If there is no such VM, name those with similar names.
 pub fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
     if !error.is_no_such_vm() {
         return error.into();

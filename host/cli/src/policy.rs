@@ -1,7 +1,7 @@
 //! `ballast policy`, `plan` and `explain`: the policy, its decisions and their reasons.
 //!
-//! Before: the daemon's governor decides and remembers. After: tables and sentences for people, the API's documents
-//! as JSON for programs.
+//! Before: the daemon's governor decides and remembers. After: tables and sentences for people, the API's documents as
+//! JSON for programs.
 
 use std::fmt::Write;
 
@@ -31,7 +31,6 @@ pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
 fn describe(stat: &PolicyStat) -> String {
     let mut text = String::new();
     let size = show::size;
-    // Writing to a String cannot fail.
     let _ = writeln!(text, "policy     {}, every {} ms", stat.policy, stat.tick_ms);
     let given = if stat.budget_bytes.is_some() { "as set" } else { "what the host can spare now" };
     let _ = writeln!(text, "budget     {} for all guests ({given})", size(stat.effective_budget_bytes));
@@ -46,7 +45,6 @@ fn describe(stat: &PolicyStat) -> String {
     text
 }
 
-/// The state's name and the time until memory is exhausted.
 pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> String {
     let Some(state) = state else { return "not watched without a policy".into() };
     match exhaustion_ms {
@@ -55,7 +53,7 @@ pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> Strin
     }
 }
 
-/// `ballast plan`: print the changes that a policy would make now, and make none.
+/// `ballast plan`: prints the changes that a policy would make now, and makes none.
 pub fn plan(client: &Client, policy: Option<Kind>, json: bool) -> Result<()> {
     let plan = client.plan(policy).context("Asking for a plan")?;
     show::answer(json, &plan, intentions)
@@ -100,7 +98,6 @@ pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
     Ok(show::print(&(story(&args.name, last) + &said))?)
 }
 
-/// Where the settings of a VM come from.
 fn settings_from(vm: &VmStat) -> String {
     let mut text = String::new();
     for SettingSource { setting, source, rule } in &vm.sources {
@@ -119,7 +116,6 @@ fn settings_from(vm: &VmStat) -> String {
             (SourceKind::Rule, Some(rule)) => format!("[vm.{rule:?}] in the settings of ballastd"),
             (SourceKind::Rule, None) => "a pattern that the settings of ballastd had when it attached".to_owned(),
         };
-        // Writing to a String cannot fail.
         let _ = writeln!(text, "{setting} {value}: by {from}");
     }
     text
@@ -141,7 +137,6 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
                 format!("{}, {times} times since {}", show::time(record.last_unix_ms), show::time(record.first_unix_ms))
             }
         };
-        // Writing to a String cannot fail.
         let _ = writeln!(
             text,
             "{since}\n{name} {what}{before}, by {}, with the host {}:",

@@ -1,7 +1,7 @@
 //! `ballast pool`: memory that is reserved for VMs.
 //!
 //! Before: an operator has a host. After: memory is reserved, lent or shown.
-//! Promise: each change states the resulting amount, so it may be repeated; failures are printed on standard error, and
+//! Promise: each change states the resulting amount, so it may be repeated. Failures are printed on standard error, and
 //! the exit code is 1 if nothing was done.
 
 use std::fmt::Write;
@@ -61,7 +61,6 @@ pub enum PoolCommand {
     },
 }
 
-/// An amount of memory, or a part of the host's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Bytes(Bytes),
@@ -83,7 +82,7 @@ impl FromStr for Part {
     }
 }
 
-/// A number of percents, 100 or more.
+/// A percentage of 100 or more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Percent(u32);
 
@@ -133,7 +132,7 @@ fn describe(pool: &PoolStat) -> String {
     };
     let parts: Vec<_> = parts.into_iter().filter_map(is_there).collect();
     let shown = parts.iter().map(|(pages, part)| {
-        // A pool that has pages of 2 MiB alone needs no heading.
+        // A pool that has only pages of 2 MiB needs no heading.
         let is_alone = parts.len() == 1 && *pages == "2 MiB";
         let heading = if is_alone { String::new() } else { format!("pages of {pages}:\n") };
         heading + &describe_part(part)
@@ -161,7 +160,6 @@ fn describe_part(pool: &PoolStat) -> String {
     let mut text = show::lines(&table);
     for node in &pool.nodes {
         let file = show::size(pool.file_bytes);
-        // Writing to a String cannot fail.
         let _ = writeln!(
             text,
             "\nnode {}, {file} a letter (U u a VM's, - free, z to be zeroed, l lent, . not reserved, F failed):",

@@ -1,9 +1,10 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. The guest gets no hardware that was
-//! not asked for (`--agent`, `--balloon`, `--tiers`). Without an option the command line is unchanged, but for one more
-//! monitor of QEMU at its end, for the preload library alone. A QEMU that is only asked what it can do gets none.
+//! Promise: a VMM that could not be managed is not started, and the error says why. The guest gets only hardware that
+//! an option names (`--agent`, `--balloon`, `--tiers`). Without such an option the command line is unchanged, but for
+//! one more monitor of QEMU at its end, for the preload library alone. A QEMU that is only queried for its features
+//! gets none.
 
 mod command_line;
 mod ends;
@@ -74,7 +75,7 @@ pub struct RunArgs {
     command: Vec<OsString>,
 }
 
-/// Become the VMM. Returns only if that fails.
+/// Becomes the VMM. Returns only if that fails.
 pub fn run(args: RunArgs) -> Result<Infallible> {
     let program = args.command.first().ok_or_else(|| anyhow!("no VMM was named"))?.clone();
     let qemu = through::qemu_in(&args.command);
@@ -85,7 +86,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
         let given = options(&words(&rest))?;
         if is_probe(&given) || is_without_machine(&given) {
-            // No guest: management programs ask what this QEMU can do.
+            // There is no guest: a management program queries this QEMU's features.
             return Err(Command::new(&program).args(&args.command[1..]).exec())
                 .with_context(|| format!("Starting {}", program.display()));
         }
@@ -138,7 +139,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         agent.give_agent_port(&mut command);
     }
     command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
-    // Without one, the library in QEMU reads the name that QEMU has.
+    // Without the variable, the library in QEMU reads QEMU's own name for the VM.
     if let Some(name) = &args.name {
         command.env("BALLAST_VM_NAME", name);
     }
@@ -150,7 +151,6 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     };
     match args.pool {
         Some(pages) => {
-            // The pool's socket is beside the keeper's.
             let socket = args.attach_socket.with_file_name("pool.sock");
             // RAM may be plugged after `-daemonize` has changed the working directory.
             let socket = std::path::absolute(&socket).unwrap_or(socket);
@@ -165,15 +165,15 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
 }
 
-/// Whether an emulator of ours could page the guest of QEMU with these arguments. Returns why it would take nothing
-/// from it, if an option holds its RAM.
+/// Whether an emulator of ours could page the guest of QEMU with these arguments. If an option holds the guest's RAM,
+/// returns the note that nothing would be taken from the guest.
 pub fn check(words: &[String]) -> Result<Option<String>, Invalid> {
     let plan = inspect(words, Backing::Memfd, &is_ram_file)?;
     Ok(plan.notes.into_iter().find(|note| note.contains(PINNED)))
 }
 
-/// Whether the guest is to report its free memory, or what it costs that it does not. RAM that is held for a device, or
-/// locked, is not to be discarded.
+/// Whether the guest gets a device to report its free memory, or a note about the cost of its absence. RAM that is held
+/// for a device, or locked, must not be discarded.
 fn free_pages(args: &RunArgs, program: &str, words: &[String], is_pinned: bool) -> Result<Reporting> {
     if args.pool.is_some() || is_pinned {
         return match args.balloon {
@@ -184,7 +184,7 @@ fn free_pages(args: &RunArgs, program: &str, words: &[String], is_pinned: bool) 
     Ok(reporting(args.balloon, program, words, &is_huge_file)?)
 }
 
-/// Refuse what can be done for QEMU alone, if there is none in the command.
+/// Refuses options that only QEMU can carry out, if the command has no QEMU.
 fn refuse_for_others(args: &RunArgs) -> Result<()> {
     let is_there = [
         (args.agent, "--agent", "give another VMM the port as docs/agent.md says"),
@@ -208,8 +208,8 @@ fn apply(words: &mut Vec<OsString>, edits: Vec<Edit>) {
     }
 }
 
-/// Refuse a Cloud Hypervisor that filters its system calls: the kernel kills it at the first one of the client library,
-/// and no message says why.
+/// Refuses a Cloud Hypervisor that filters its system calls: the kernel would kill it at the first call of the client
+/// library, and no message would say why.
 fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {
     let name = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
     let is_off = |at: usize| {
@@ -227,12 +227,11 @@ fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {
     Ok(())
 }
 
-/// Is the file (or the folder it would be made in) in a tmpfs, or in a hugetlbfs of 2 MiB pages?
+/// Whether the file (or the folder in which it would be made) is in a tmpfs, or in a hugetlbfs of 2 MiB pages.
 fn is_ram_file(path: &str) -> bool {
     matches!(ram_page(path), Some(PAGE_SIZE | HUGE_SIZE))
 }
 
-/// The same for a hugetlbfs alone.
 fn is_huge_file(path: &str) -> bool {
     ram_page(path).is_some_and(|page| page > PAGE_SIZE)
 }

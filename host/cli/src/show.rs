@@ -1,4 +1,4 @@
-//! Formats figures as words and columns, in the same way for every command.
+//! Formats figures as words and columns, equally for every command.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -9,14 +9,13 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use ratatui::crossterm::terminal;
 use serde::Serialize;
 
-/// A size in its largest unit.
 pub fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
 }
 
-/// What it costs that a guest has given nothing back, if that is so.
+/// A note about the cost of a guest that has returned no free memory, if this one has not.
 pub fn keeps_free_memory(vm: &VmStat) -> Option<String> {
-    // What it gives back before any of its memory was watched is not counted.
+    // Memory that it returns before any of its memory was watched is not counted.
     let is_asked = vm.class != VmClass::Pinned && vm.reclaim.zapped_pages > 0 && vm.reclaim.discarded_pages == 0;
     is_asked.then(|| {
         format!(
@@ -31,7 +30,6 @@ pub fn limit(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "none".into(), size)
 }
 
-/// `1048576` as `1,048,576`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -49,7 +47,6 @@ pub fn kib(bytes: u64) -> String {
     grouped(bytes / KIB)
 }
 
-/// `part` of `whole` in percent; 0 if `whole` is 0.
 pub fn percent(part: u64, whole: u64) -> String {
     let share = if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
     format!("{share:.1} %")
@@ -121,23 +118,22 @@ pub fn table(head: &[&str]) -> Table {
     table
 }
 
-/// The lines of a table, without spaces at their ends.
 pub fn lines(table: &Table) -> String {
     table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
 }
 
-/// Print text for people, some of which others chose: no terminal obeys it. A reader that has ended (`| head`) is no
-/// error.
+/// Prints text for people, with control characters escaped, because others chose parts of it. A reader that has ended
+/// (`| head`) is no error.
 pub fn print(text: &str) -> io::Result<()> {
     print_as_it_is(&lines_shown(text)).map(drop)
 }
 
-/// The same on standard error, as this command's.
+/// Prints a line for people on standard error, after the command's name.
 pub fn say(text: &str) {
     eprintln!("ballast: {}", lines_shown(text));
 }
 
-/// Print text for programs and return whether the output is still read.
+/// Prints text for programs. Returns whether the output is still read.
 pub fn print_as_it_is(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -147,7 +143,7 @@ pub fn print_as_it_is(text: &str) -> io::Result<bool> {
     }
 }
 
-/// Print a value: for programs, or as text for people.
+/// Prints a value: as JSON for programs, or as text for people.
 pub fn answer<T: Serialize>(json: bool, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
     if json { self::json(value) } else { Ok(print(&text(value))?) }
 }

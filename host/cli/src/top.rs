@@ -1,7 +1,7 @@
-//! `ballast top`: all VMs, updated, with their past; one VM with why it has its memory.
+//! `ballast top`: all VMs with their past, updated; or one VM and why it has its memory.
 //!
 //! `?` lists the keys. If the daemon stops responding, the last figures stay on the screen, under a line that says so.
-//! `--json` prints a look a line.
+//! `--json` prints one line for each look.
 
 mod draw;
 mod look;
@@ -23,13 +23,12 @@ use crate::show;
 use look::{Look, More, Past};
 use screen::{Asked, Pane, Screen};
 
-/// The daemon takes samples of the past this far apart.
 const SAMPLES_EVERY: Duration = Duration::from_secs(10);
 
-/// Watch, or print one frame.
+/// Shows frames until a key ends it, or prints one frame.
 pub fn run(client: Client, args: &TopArgs, json: bool) -> Result<()> {
     // The client would retry for 5 s while engines change, and the screen would stand still. So it does not retry: the
-    // screen shows the error, and the next frame asks again.
+    // screen shows the error, and the next frame makes a new request.
     let client = if args.once { client } else { client.retry_for(Duration::ZERO) };
     match (json, args.once) {
         (true, true) => show::json(&Look::take(&client)?),
@@ -70,14 +69,12 @@ fn plain_width() -> u16 {
     }
 }
 
-/// The daemon, and when it was asked for the past.
 struct Source {
     client: Client,
     past_read: Option<Instant>,
 }
 
 impl Source {
-    /// Gives the screen what there is now.
     fn fill(&mut self, screen: &mut Screen) -> Result<()> {
         screen.look = Look::take(&self.client)?;
         if self.past_read.is_none_or(|at| at.elapsed() >= SAMPLES_EVERY) {
@@ -87,7 +84,7 @@ impl Source {
         self.fill_more(screen)
     }
 
-    /// Gives it more about the VM that is shown.
+    /// Gives the screen the history and the decisions of the VM that is shown.
     fn fill_more(&self, screen: &mut Screen) -> Result<()> {
         screen.more = match screen.vm().filter(|_| screen.pane == Pane::Vm).map(|vm| &vm.name) {
             Some(name) => More { history: self.client.vm_history(name, 60)?, decisions: self.client.decisions(name)? },
@@ -125,7 +122,6 @@ fn watch(
     }
 }
 
-/// Why the figures are old, if they are.
 fn said(filled: Result<()>) -> Option<String> {
     filled.err().map(|error| crate::exit::chain(&error))
 }

@@ -2,7 +2,7 @@
 //!
 //! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one still does and the
 //! command says why.
-//! Promise: standard output has the result only; progress is on standard error. The command may be ended at any time:
+//! Promise: standard output has only the result; progress is on standard error. The command may be ended at any time:
 //! the upgrade continues without it.
 
 use std::path::{Path, PathBuf};
@@ -14,9 +14,8 @@ use ballast_base::text::lines_shown;
 
 use crate::show;
 
-/// Time between two requests for the state of the upgrade.
 const POLL_EVERY: Duration = Duration::from_millis(20);
-/// Longest silence of the API: it responds when all VMs have moved.
+/// Longest silence of the API, which responds when all VMs have moved.
 const SILENCE: Duration = Duration::from_secs(60);
 
 pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
@@ -47,7 +46,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The absolute path: the daemon has a working directory of its own.
+/// The daemon has a working directory of its own.
 fn absolute(path: &Path) -> Result<String> {
     let path = std::path::absolute(path).with_context(|| format!("Finding {}", path.display()))?;
     path.into_os_string().into_string().map_err(|path| anyhow::anyhow!("{} is not UTF-8", path.display()))

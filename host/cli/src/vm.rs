@@ -89,7 +89,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     }
 }
 
-/// Whether the change that was just made ends with the VM. The other warnings are on the VM's screen.
+/// Whether the change that was just made ends with the VM. The VM's screen shows the other warnings.
 fn not_kept(vm: &VmStat) -> String {
     let of_change = vm.warnings.iter().filter(|warning| warning.starts_with(VmStat::NOT_KEPT));
     of_change.map(|warning| format!("warning: {warning}\n")).collect()
@@ -122,10 +122,9 @@ fn in_words(patch: &VmPatch) -> String {
     words.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// Before a VM's first limit takes effect, the engine scans for foreign mappers. Wait for that, so that the result is
-/// printed.
+/// Waits for the scan for foreign mappers, after which a VM's first limit takes effect, so that the result is printed.
 fn after_scan(client: &Client, mut vm: VmStat) -> Result<VmStat> {
-    /// Time between two samples, and how many of them.
+    /// Time between two samples, and number of samples.
     const PAUSE: Duration = Duration::from_millis(20);
     const MOST: usize = 100;
     for _ in 0..MOST {
@@ -138,7 +137,7 @@ fn after_scan(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     Ok(vm)
 }
 
-/// Limit the VMs of these names, or all if there are no names. A failure for one VM does not affect the others.
+/// Limits the VMs of these names, or all if there are none. A failure for one VM does not affect the others.
 fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
     let vms = (!names.is_empty()).then(|| names.to_vec());
     let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
@@ -152,9 +151,8 @@ fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, js
 }
 
 fn restore(client: &Client, name: &str) -> Result<VmStat> {
-    /// Time between two samples.
     const PAUSE: Duration = Duration::from_millis(100);
-    /// Time without progress after which it gives up.
+    /// Time without progress after which the command gives up.
     const TIMEOUT: Duration = Duration::from_secs(60);
     let mut vm = client.restore(name).map_err(|error| explain(client, name, error))?;
     let mut changed = Instant::now();
@@ -185,9 +183,7 @@ fn list(vms: &[VmStat]) -> String {
                 `ballast adopt --all` adopts those that run.\n"
             .into();
     }
-    // Targets are shown if a policy or a program decides.
     let decided = vms.iter().any(|vm| vm.target_bytes.is_some());
-    // The kind is shown if one is adopted.
     let adopted = vms.iter().any(|vm| vm.kind == VmKind::Adopted);
     let mut head = vec!["NAME", ">PID"];
     head.extend(adopted.then_some("KIND"));
@@ -207,7 +203,6 @@ fn list(vms: &[VmStat]) -> String {
     show::lines(&table)
 }
 
-/// The operator's settings of a VM, beside its limit.
 fn worth(vm: &VmStat) -> String {
     let settings = &vm.settings;
     let most = vm.limit_bytes.map_or(vm.size_bytes, |limit| limit.min(vm.size_bytes));
@@ -244,7 +239,6 @@ fn limit_in_words(vm: &VmStat) -> String {
 
 fn screen(vm: &VmStat) -> String {
     let mut text = String::new();
-    // Writing to a String cannot fail.
     let _ = writeln!(text, "{}: {}, {}, limit {}", vm.name, vm.class, vm.status, show::limit(vm.limit_bytes));
     if let Some(reason) = &vm.status_reason {
         let _ = writeln!(text, "because {reason}");
@@ -277,7 +271,7 @@ fn screen(vm: &VmStat) -> String {
     text + &host_tiers(vm) + &agent::screen(vm)
 }
 
-/// Its memory on the host's nodes, if it is kept there by heat.
+/// The VM's memory on the host's nodes, if it is placed there by heat.
 fn host_tiers(vm: &VmStat) -> String {
     let Some(tiers) = vm.host_tiers else { return String::new() };
     let fast = vm.resident_bytes.saturating_sub(tiers.slow_bytes);

@@ -1,9 +1,9 @@
 //! `ballast web`: the page in a browser on this machine.
 //!
 //! Before: `ballastd` listens on its API socket. After: a browser that was given the address has the files of `web/`,
-//! and reads the API through this process: GET alone, so nothing can be changed here.
-//! Threads: one runtime on the calling thread. Promise: it listens on the loopback interface, and who does not know the
-//! token in the address gets nothing; a request under another host name is refused, so a page on the internet whose
+//! and reads the API through this process: only GET is passed on, so nothing can be changed here.
+//! Threads: one runtime on the calling thread. Promise: it listens on the loopback interface only. A client without the
+//! token in the address gets nothing. A request under another host name is refused, so a page on the internet whose
 //! name leads to this machine (DNS rebinding) reads nothing.
 
 use std::io::Read;
@@ -34,16 +34,14 @@ const FILES: [(&str, &str, &[u8]); 6] = [
     ("uPlot.min.js", "text/javascript; charset=utf-8", include_bytes!("../../../web/uPlot.min.js")),
     ("uPlot.min.css", "text/css; charset=utf-8", include_bytes!("../../../web/uPlot.min.css")),
 ];
-/// The page loads it from Cockpit, if it is shown there.
+/// A script of Cockpit, which the page loads if it is shown there.
 const COCKPIT: &str = "/base1/cockpit.js";
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
-/// The daemon's answer begins within this.
+/// Time within which the daemon's answer begins.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
-/// What each request needs.
 struct Page {
-    /// The daemon's API.
     socket: PathBuf,
     /// The first part of every path.
     token: String,
@@ -51,7 +49,6 @@ struct Page {
     hosts: [String; 2],
 }
 
-/// Run the command. Returns when it is interrupted, or cannot listen.
 pub fn run(socket: &Path, args: &WebArgs) -> Result<()> {
     let mut random = [0; 16];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut random));
@@ -89,7 +86,7 @@ async fn answer(State(page): State<Arc<Page>>, request: Request) -> Response {
     response
 }
 
-/// Why a request gets nothing.
+/// Why a request gets nothing; `None` if it is allowed.
 fn refuse(page: &Page, request: &Parts) -> Option<StatusCode> {
     let host = request.headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("");
     if !page.hosts.iter().any(|known| known == host) {
@@ -128,13 +125,13 @@ fn file(media: &'static str, content: &'static [u8]) -> Response {
     ([(header::CONTENT_TYPE, media)], content).into_response()
 }
 
-/// Passes a question on to the daemon, and its answer back, which may be a stream.
+/// Passes a request to the daemon, and its answer back, which may be a stream.
 async fn forward(page: &Page, path: &str, headers: &HeaderMap) -> Result<Response> {
     let socket = page.socket.display();
     let stream = UnixStream::connect(&page.socket).await.with_context(|| format!("Connecting to {socket}"))?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.context("Talking to ballastd")?;
-    // It ends with the answer.
+    // The task ends with the answer.
     tokio::spawn(connection);
     let mut asked = Request::builder().method(Method::GET).uri(path).header(header::HOST, "ballast");
     const LAST_EVENT: HeaderName = HeaderName::from_static("last-event-id");

@@ -74,7 +74,6 @@ impl Backend for Canned {
         self.vms().into_iter().find(|vm| vm.name == name)
     }
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
-        // The first quarter of its memory is hot.
         let hot = |cell: usize| if cell < cells / 4 { 1.0 } else { 0.0 };
         self.vm(name).map(|vm| VmHeat {
             name: vm.name,
@@ -280,7 +279,7 @@ fn daemon_for(policy: PeerPolicy) -> Daemon {
     Daemon { _directory: directory, socket }
 }
 
-/// Exit code, standard output, standard error.
+/// Returns exit code, standard output and standard error.
 fn ballast(socket: &Path, args: &[&str]) -> (i32, String, String) {
     let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_ballast"))
         .env("BALLAST_API", socket)
@@ -541,7 +540,7 @@ fn doctor_and_completions_need_no_daemon() {
 
 #[test]
 fn bench_and_demo_become_ballast_bench_where_it_is_installed() {
-    // A ballast-bench lies beside the tested program, so a link to the program elsewhere is run.
+    // The tested program has a ballast-bench beside it, so a link to the program from elsewhere is run.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("directory");
     let (program, on_path) = (directory.path().join("ballast"), directory.path().join("path"));
     std::fs::hard_link(env!("CARGO_BIN_EXE_ballast"), &program).expect("link");
@@ -597,7 +596,7 @@ fn a_daemon_that_is_replaced_in_between_is_asked_again() {
 #[test]
 fn a_reader_that_goes_away_is_not_an_error() {
     let daemon = daemon();
-    // `top --json` would never end if it did not notice.
+    // `top --json` would never end if it did not notice that its reader has ended.
     for args in [["completions", "bash"].as_slice(), &["top", "--json", "--interval-s", "0.1"]] {
         let mut child = Command::new(env!("CARGO_BIN_EXE_ballast"))
             .env("BALLAST_API", &daemon.socket)
@@ -621,7 +620,7 @@ fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
     for (path, mode) in [(daemon.socket.parent().expect("directory"), 0o755), (&daemon.socket, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("permissions");
     }
-    // The program is copied to where any user may run it.
+    // The program is copied to a place from which any user may run it.
     let program = daemon.socket.with_file_name("ballast");
     program::install(Path::new(env!("CARGO_BIN_EXE_ballast")), &program);
     let cases: [(u32, &[&str], i32, &str); 4] = [

@@ -1,8 +1,9 @@
-//! The engine as the API sees it: the host's figures, each VM's (`vm_stat`), and operators' changes.
+//! The API's view of the engine: figures of the host and of each VM (`vm_stat`), and operators' changes.
 //!
-//! Before: `http` asks. After: numbers read from counters, words and files; or a change in a VM's state file.
-//! Threads: those of the API. Only to restore all pages of a VM, and the scan before its first limit, take long.
-//! Promise: a change is checked completely before anything is changed, and is in the event list.
+//! Before: `http` gets a request. After: numbers read from counters, words and files; or a change in a VM's state file.
+//! Threads: those of the API. Only two calls take long: to restore all pages of a VM, and the scan before its first
+//! limit.
+//! Promise: a change is checked completely before any part of it is made, and is in the event list.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -48,12 +49,11 @@ use why::Facts;
 pub struct Shown {
     pub host: Arc<Host>,
     pub governor: Arc<Governor>,
-    /// Starts engines.
+    /// The socket to the keeper, which starts engines.
     pub keeper: Arc<OwnedFd>,
 }
 
 impl Shown {
-    /// May this VM have this limit, as far as the VM itself is concerned?
     fn check_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> anyhow::Result<()> {
         let Some(limit) = limit else { return Ok(()) };
         let vm = &served.vm;
@@ -71,8 +71,8 @@ impl Shown {
         Ok(())
     }
 
-    /// Before the first page of a VM may be evicted, somebody must look for other processes that map its RAM: nobody
-    /// does while no page may.
+    /// Scans for other processes that map a VM's RAM, before the first page of the VM may be evicted: the regular scan
+    /// leaves out VMs without a limit.
     fn scan_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> anyhow::Result<()> {
         let vm = &served.vm;
         if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
@@ -81,7 +81,7 @@ impl Shown {
         self.governor.request_scan(served)
     }
 
-    /// Changes a VM; if it is unknown, waits for it until then.
+    /// Changes a VM. If the VM is unknown, waits for it until then.
     fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant, facts: &Facts) -> Result<VmStat, ChangeError> {
         if let Some(vm) = self.adopted(name) {
             let stat = adopted::patch(&self.host, &self.governor, &vm, patch)?;
@@ -139,8 +139,8 @@ impl Shown {
         }
     }
 
-    /// Stores a change of these VMs for the next time that they attach. What cannot be stored holds until they end, and
-    /// a warning in their states says so.
+    /// Stores a change of these VMs for the next time that they attach. A change that cannot be stored holds until the
+    /// VMs end, and a warning in their states says so.
     fn keep_change(&self, names: &[&str], patch: &VmPatch) -> Option<String> {
         if !Wanted::from(patch).says().contains(&true) {
             return None;
@@ -159,7 +159,7 @@ impl Shown {
         Some(format!("{}: {why}", VmStat::NOT_KEPT))
     }
 
-    /// The host, with these VMs, which must be all.
+    /// The host's figures. `vms` must be all VMs.
     pub fn host_of(&self, vms: &[VmStat]) -> HostStat {
         let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
         let paged =
@@ -199,7 +199,6 @@ impl Shown {
         HostStat { warnings: why::of_host(&host, vms), ..host }
     }
 
-    /// The adopted VM of this name, unless an attached VM has the name.
     fn adopted(&self, name: &str) -> Option<Arc<AdoptedVm>> {
         self.host.adopted.by_name(name).filter(|_| self.host.by_name(name).is_none())
     }
@@ -277,7 +276,7 @@ impl Backend for Shown {
     }
 
     fn forget(&self, vm: &str) -> anyhow::Result<Vec<KeptVm>> {
-        // It may have had another name when it was changed last.
+        // It may have had another name when it was last changed.
         let uuid = self.host.by_name(vm).and_then(|served| served.vm.state.uuid());
         let forgotten = self.host.kept.forget(vm, uuid).with_context(|| format!("forgetting VM {vm}"))?;
         if !forgotten.is_empty() {
@@ -385,7 +384,6 @@ impl Backend for Shown {
     }
 }
 
-/// The histogram of faults for the metrics page: from microseconds to seconds.
 pub(crate) fn fault_bounds(histogram: &stats::Histogram) -> Histogram {
     bounds(histogram, 1_000..17_000_000_000)
 }

@@ -1,7 +1,7 @@
 //! Settings. `ballastd` needs no file; `configs/ballastd.toml` explains each key.
 //!
-//! Promise: an unknown key, a size without a unit or a value out of range is an error that names it; typed values are
-//! converted here and nowhere else.
+//! Promise: an unknown key, a size without a unit or a value out of range is an error that names the key. Typed values
+//! are converted here and nowhere else.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ pub struct Config {
     pub attach_group: Option<Group>,
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
     pub spill: Option<Spill>,
-    /// A cluster on other machines for such pages, if there is no file or it is full.
+    /// A cluster on other machines for pages that have been far for long, if there is no file or it is full.
     pub remote: Option<Remote>,
     /// Groups of VMs that trust each other and store equal pages once: their members, by name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
@@ -92,7 +92,7 @@ impl Group {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Adopt {
-    /// Each VMM of this host as it starts; otherwise an operator names them.
+    /// Whether each VMM of this host is adopted as it starts; otherwise an operator names VMMs.
     pub all: bool,
 }
 
@@ -173,15 +173,15 @@ pub struct Remote {
     pub encrypt: bool,
 }
 
-/// Authentication of the cluster's servers.
+/// Encryption of the connections to the cluster's servers, and the servers' authentication.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteTls {
-    /// Certificates (PEM) of authorities that sign those of the servers.
+    /// Certificates (PEM) of the authorities that sign the servers' certificates.
     pub ca_file: PathBuf,
-    /// Our certificate (PEM), if servers ask for one.
+    /// Our certificate (PEM), if servers request one.
     pub cert_file: Option<PathBuf>,
-    /// Its key.
+    /// The private key of that certificate.
     pub key_file: Option<PathBuf>,
     /// The name in the servers' certificates; without one, the host in each server's address.
     pub name: Option<String>,
@@ -195,7 +195,7 @@ const fn five_minutes() -> u64 {
     300
 }
 
-/// Sizes of a file store: one area of 2 MiB to 8 TiB.
+/// Range of the file store's size: one area of 2 MiB to 8 TiB.
 const SPILL_BUDGET: std::ops::RangeInclusive<u64> = 2 * MIB..=8192 * GIB;
 
 impl Default for Config {
@@ -242,7 +242,6 @@ impl Config {
         for (group, members) in &self.dedup {
             ensure!(!members.is_empty(), "dedup.{group} must name a VM at least");
             for member in members {
-                // The name of a VM, or a prefix of names.
                 let name = member.strip_suffix('*').filter(|name| !name.is_empty()).unwrap_or(member);
                 check_name(name).map_err(|why| anyhow::anyhow!("dedup.{group}: {member:?}: {why}"))?;
             }
@@ -260,7 +259,7 @@ impl Config {
         self.remote.as_ref().map_or(Ok(()), Remote::validate)
     }
 
-    /// The effective values, as a file with this meaning.
+    /// The effective values, as a configuration file.
     pub fn to_toml(&self) -> anyhow::Result<String> {
         Ok(toml::to_string(self)?)
     }
@@ -277,7 +276,7 @@ impl Config {
         self.state_dir.clone().unwrap_or_else(default)
     }
 
-    /// The rules for VMs. Fails if this host has no user of a name in one.
+    /// The rules for VMs. Fails if a rule names a user that this host does not have.
     pub fn rules(&self) -> anyhow::Result<Vec<Rule>> {
         self.vm.iter().map(|(pattern, rule)| rule.rule(pattern)).collect()
     }
@@ -287,7 +286,7 @@ impl Config {
         self.runtime_dir.join("attach.sock")
     }
 
-    /// Socket on which VMMs ask for memory of the pool.
+    /// Socket on which VMMs request memory of the pool.
     pub fn pool_socket(&self) -> PathBuf {
         self.runtime_dir.join("pool.sock")
     }

@@ -1,7 +1,6 @@
 //! The last events for operators, in memory; each is logged as well.
 //!
-//! Each event has a rising number, so that a reader can continue where it was.
-//! Threads: any.
+//! Each event has a rising number, so that a reader can continue after the last one that it read. Threads: any.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
@@ -13,9 +12,8 @@ use ballast_sys::lock::Lock;
 use tokio::sync::watch;
 
 const MOST: usize = 1000;
-/// The kind of a decision of the policy.
 const DECISION: &str = "decision";
-/// Events in one message to another engine: a message holds 64 KiB, and their texts are short.
+/// Events in one message to another engine: a message has at most 64 KiB, and the texts are short.
 const IN_A_MESSAGE: usize = 50;
 
 #[derive(Debug, Default)]
@@ -27,7 +25,7 @@ pub struct Events {
 #[derive(Debug, Default)]
 struct List {
     events: VecDeque<Event>,
-    /// Decisions of the policy, in a separate list, because they are many.
+    /// Decisions of the policy, in a list of their own, because there are many.
     decisions: VecDeque<Event>,
     /// Events by kind, including those that were dropped.
     counts: BTreeMap<String, u64>,
@@ -59,7 +57,7 @@ impl Events {
         *list.counts.entry(kind.to_owned()).or_default() += 1;
     }
 
-    /// Adds a decision of the policy about a VM that differs from the one before.
+    /// Adds a decision of the policy about a VM, which differs from the decision before.
     pub fn decided(&self, vm: String, message: String) {
         let mut list = self.list.locked();
         let event = list.next(Some(vm), DECISION, &message);
@@ -67,24 +65,21 @@ impl Events {
         add_to(&mut list.decisions, event);
     }
 
-    /// Changes with each event.
     pub fn watch(&self) -> watch::Receiver<u64> {
         self.last.subscribe()
     }
 
-    /// Events by kind, including those of earlier engines that handed them over.
+    /// Events by kind, including those that earlier engines handed over.
     pub fn counts(&self) -> BTreeMap<String, u64> {
         self.list.locked().counts.clone()
     }
 
-    /// All of them for another engine, in messages.
+    /// All events for another engine, in messages.
     pub fn for_successor(&self) -> Vec<Vec<u8>> {
         let pieces = self.list();
-        // Serialising plain data cannot fail.
         pieces.chunks(IN_A_MESSAGE).map(|events| serde_json::to_vec(events).expect("events serialise")).collect()
     }
 
-    /// Adds the events of an earlier engine, from one of its messages, sorted among this engine's.
     pub fn add_past(&self, message: &[u8]) -> Result<(), serde_json::Error> {
         let past: Vec<Event> = serde_json::from_slice(message)?;
         let mut list = self.list.locked();
@@ -99,17 +94,16 @@ impl Events {
         Ok(())
     }
 
-    /// Reads all of them, oldest first, without a copy. No event is added during the call.
+    /// Reads all events, oldest first, without a copy. No event is added during the call.
     pub fn read<T>(&self, by: impl FnOnce(&VecDeque<Event>) -> T) -> T {
         by(&self.list.locked().events)
     }
 
-    /// All of them, oldest first.
     pub fn list(&self) -> Vec<Event> {
         self.after(0, false)
     }
 
-    /// Those with a higher number, oldest first; with the policy's decisions, if requested.
+    /// Events with a higher number, oldest first; with the policy's decisions, if requested.
     pub fn after(&self, id: u64, decisions: bool) -> Vec<Event> {
         let list = self.list.locked();
         let later = |events: &VecDeque<Event>| -> Vec<Event> {

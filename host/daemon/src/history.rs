@@ -1,10 +1,10 @@
-//! The history of the host and of each VM, for charts: a ring of samples in a file each.
+//! The history of the host and of each VM, for charts: each is a ring of samples in a file.
 //!
 //! Before: the engine runs. After: the API has a sample for each 10 s of the last hour, and for each minute of the last
 //! day. Files are in the runtime directory, so they outlive an engine, a keeper and an upgrade, and end with the host.
 //! Threads: one writes; any may read. Units: in the names.
 //! Promise: a ring takes [`BYTES`] of a tmpfs, and no memory of this process. A file that is damaged, or of another
-//! build, is started anew. A failed write costs a sample.
+//! build, is replaced by an empty one. A failed write costs one sample.
 
 use std::collections::HashMap;
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -30,7 +30,6 @@ const _: () = assert!(BYTES <= 64 << 10);
 const HOST: &str = "host";
 const NONE: u32 = u32::MAX;
 
-/// Sizes are in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     at_unix_s: u32,
@@ -103,20 +102,18 @@ fn now_s() -> u32 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as u32)
 }
 
-/// Offset of a sample's slot in the file.
 fn place((step, count): (u32, u32), first: u32, at_unix_s: u32) -> u64 {
     (MAGIC.len() + (first + at_unix_s / step % count) as usize * SAMPLE) as u64
 }
 
 impl Past {
-    /// Rings in this directory, which is made.
     pub fn new(dir: PathBuf) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         Ok(Self { dir, before: Mutex::default() })
     }
 
-    /// Takes a sample of the host and of all its VMs. `wss` returns the working set of a VM that is tracked. Rings of
-    /// VMs that are gone are deleted.
+    /// Takes a sample of the host and of all its VMs. `wss` returns the working set of a tracked VM. Rings of VMs that
+    /// are gone are deleted.
     pub fn add(&self, host: &HostStat, vms: &[VmStat], wss: impl Fn(&str) -> Option<u64>) {
         self.add_at(now_s(), host, vms, wss);
     }
@@ -176,12 +173,10 @@ impl Past {
         }
     }
 
-    /// The last `minutes` of the host.
     pub fn of_host(&self, minutes: u64) -> History {
         self.read(HOST, minutes)
     }
 
-    /// The last `minutes` of the VM with this id.
     pub fn of_vm(&self, id: &str, minutes: u64) -> History {
         if is_name(id) { self.read(id, minutes) } else { History::default() }
     }
@@ -223,7 +218,6 @@ impl Past {
         let mut history = History { step_s: ring.0, ..History::default() };
         let mut bytes = vec![0; ring.1 as usize * SAMPLE];
         let start = (MAGIC.len() + first as usize * SAMPLE) as u64;
-        // A missing file has no samples.
         let read = File::open(self.dir.join(name)).and_then(|file| file.read_exact_at(&mut bytes, start));
         if read.is_err() {
             return history;
@@ -257,7 +251,7 @@ fn is_name(id: &str) -> bool {
         && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
-/// Stall in thousandths of the time, and restores a second.
+/// Stall in thousandths of the time, and restores per second.
 fn rates(before: Option<&Before>, now: Before) -> (u16, u16) {
     let Some(before) = before.filter(|before| before.at_unix_s < now.at_unix_s) else { return (0, 0) };
     let seconds = u64::from(now.at_unix_s - before.at_unix_s);

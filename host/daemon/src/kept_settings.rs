@@ -1,9 +1,8 @@
 //! Operators' changes of VMs, on disk: they outlive a VM's process, engines, and a reboot of the host.
 //!
-//! Before: an operator changed a VM. After: the VM has these settings when it attaches again, by its UUID, else by its
-//! name.
-//! Threads: any; one at a time writes. The file is read each time, because during an upgrade the other engine may write
-//! it.
+//! Before: an operator changed a VM. After: the VM has these settings when it attaches again; it is found by its UUID,
+//! or by its name if it has none. Threads: any; one at a time writes. The file is read each time, because during an
+//! upgrade the other engine may write it.
 //! Promise: the file is replaced atomically, and the new one is on the disk before it gets the name. A file that cannot
 //! be parsed is moved aside, not overwritten.
 
@@ -35,7 +34,6 @@ pub struct KeptSettings {
 }
 
 impl KeptSettings {
-    /// The file in this directory, which is made at the first write.
     pub fn new(dir: &Path) -> Self {
         Self { dir: dir.to_owned(), one: Mutex::new(()) }
     }
@@ -69,7 +67,8 @@ impl KeptSettings {
         File::open(&self.dir)?.sync_all()
     }
 
-    /// All VMs. Fails if the file cannot be read or parsed; in the second case it was moved aside.
+    /// The stored changes of all VMs. Fails if the file cannot be read or parsed; in the second case it was moved
+    /// aside.
     pub fn all(&self) -> io::Result<Vec<KeptVm>> {
         let _one = self.one.locked();
         Ok(self.read()?.vms)
@@ -105,7 +104,7 @@ impl KeptSettings {
         Ok(cannot.is_empty())
     }
 
-    /// Removes VMs of this name or UUID, and the one of this other UUID. Returns what was stored of them.
+    /// Removes the changes of VMs with this name or UUID, and of the VM with the other UUID. Returns what was stored.
     pub fn forget(&self, vm: &str, uuid: Option<Uuid>) -> io::Result<Vec<KeptVm>> {
         let _one = self.one.locked();
         let mut contents = self.read()?;
@@ -121,7 +120,7 @@ impl KeptSettings {
     }
 }
 
-/// The index of this VM: by its UUID, else by its name among those without one.
+/// The index of this VM: by its UUID, or by its name among the VMs without a UUID.
 fn position(vms: &[KeptVm], vm: &Identity) -> Option<usize> {
     let uuid = vm.uuid.map(|uuid| uuid.to_string());
     let by_uuid = uuid.and_then(|uuid| vms.iter().position(|kept| kept.uuid.as_ref() == Some(&uuid)));
@@ -153,7 +152,7 @@ mod tests {
         for (name, bytes) in names.iter().zip(1..) {
             assert_eq!(kept.of(&named(name)).expect("read"), Some(limit(Some(bytes))), "{name}");
         }
-        // It gets a UUID and another name, and differs from the next VM with its old name.
+        // The VM gets a UUID and another name, and differs from the next VM with its old name.
         let uuid = "123e4567-e89b-12d3-a456-426614174000".parse().ok();
         let with = Identity { uuid, ..named("db") };
         assert_eq!(kept.of(&with).expect("read"), Some(limit(Some(1))));

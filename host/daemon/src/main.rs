@@ -46,7 +46,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("BALLAST_LOG").unwrap_or_else(|_| "info".into()))
-        // A guest may wait for the thread that has something to say: a log that is full must not stop it.
+        // A full log must not stop a thread that writes to it, because a guest may wait for that thread.
         .with_writer(|| StandardError)
         .log_internal_errors(false)
         .with_ansi(false)

@@ -1,12 +1,12 @@
-//! The sources of a VM's settings: its VMM's command line, an operator's changes, rules of the configuration.
+//! The sources of a VM's settings: its VMM's command line, an operator's changes, and rules of the configuration.
 //!
 //! Before: a VM attaches for the first time. After: each of its settings has a value and a source. `ballast explain`
 //! shows both. Units: bytes.
-//! Promise: pure. For each setting separately, the first source in this order that names it holds: the command line (it
-//! has a limit only), the operator, the rules from the most to the least exact.
+//! Promise: pure. For each setting separately, the first source that names it holds. The order is: the command line
+//! (which has only a limit), the operator, the rules from the most to the least exact.
 //!
 //! A rule is for a UUID, a name, a name with `*` for any text, `cgroup:PATH` (with `*` as well), or `user:NAME`, in
-//! this order of exactness; of two of one kind, the one with more characters other than `*` is more exact.
+//! this order of exactness. Of two rules of one kind, the one with more characters other than `*` is more exact.
 
 use anyhow::ensure;
 use ballast_api::{SourceKind, VmPatch};
@@ -35,33 +35,31 @@ pub struct VmRule {
 #[serde(untagged)]
 pub enum Shares {
     Number(u32),
-    /// `low`, `normal` or `high`.
     Word(String),
 }
 
-/// A rule, as an engine gets it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rule {
     pub pattern: String,
-    /// The user of a pattern `user:NAME`.
+    /// The uid for a pattern `user:NAME`.
     pub uid: Option<u32>,
     pub wanted: Wanted,
 }
 
-/// The settings that one source names; `None`: not named.
+/// The settings that one source names; `None` for each that it does not name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Wanted {
     pub limit: Option<Option<Bytes>>,
     pub reservation: Option<Bytes>,
     pub protect: Option<Bytes>,
-    /// Shares, or those of the class.
+    /// Shares; `None` inside is the number of the VM's class.
     pub shares: Option<Option<u32>>,
     pub headroom_percent: Option<u32>,
     pub class: Option<Class>,
 }
 
 impl VmRule {
-    /// The settings that it names. Fails if a value is impossible.
+    /// The settings that the rule names. Fails if a value is impossible.
     pub fn wanted(&self) -> anyhow::Result<Wanted> {
         let size = |key: &str, text: &Option<String>| -> anyhow::Result<Option<Bytes>> {
             let parsed = text.as_ref().map(|text| text.parse::<Bytes>());
@@ -99,7 +97,8 @@ impl VmRule {
         }
     }
 
-    /// The rule with this pattern. Fails as [`Self::wanted`], or if this host has no user of that name.
+    /// The rule with this pattern. Fails as [`Self::wanted`], or if the pattern names a user that this host does not
+    /// have.
     pub fn rule(&self, pattern: &str) -> anyhow::Result<Rule> {
         let say = |why: String| anyhow::anyhow!("vm.{pattern:?}: {why}");
         let uid = match pattern.strip_prefix("user:") {
@@ -127,21 +126,20 @@ impl From<&VmPatch> for Wanted {
     }
 }
 
-/// A VM, as rules see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     pub name: String,
-    /// An operator gave it that name; otherwise it contains its process's pid, which another VM will have one day.
+    /// Whether an operator named it; otherwise the name contains its process's pid, which another VM will have one day.
     pub is_named: bool,
     pub uuid: Option<Uuid>,
-    /// The user that attached it.
+    /// The uid that attached it.
     pub uid: Option<u32>,
-    /// The cgroups of its process: one, or one per hierarchy of version 1.
+    /// The cgroups of its process: one, or one for each hierarchy of version 1.
     pub cgroups: Vec<String>,
 }
 
 impl Rule {
-    /// How exactly it matches this VM; `None` if it does not.
+    /// How exactly the rule matches this VM; `None` if it does not.
     fn rank(&self, vm: &Identity) -> Option<(u8, usize)> {
         let pattern = self.pattern.as_str();
         let exact = pattern.chars().filter(|c| *c != '*').count();
@@ -160,14 +158,12 @@ impl Rule {
     }
 }
 
-/// The rules for this VM, the most exact one first.
 pub fn for_vm<'a>(rules: &'a [Rule], vm: &Identity) -> Vec<&'a Rule> {
     let mut found: Vec<_> = rules.iter().filter_map(|rule| Some((rule.rank(vm)?, rule))).collect();
     found.sort_by(|(one, a), (other, b)| other.cmp(one).then_with(|| a.pattern.cmp(&b.pattern)));
     found.into_iter().map(|(_, rule)| rule).collect()
 }
 
-/// Whether this text matches the pattern, in which `*` is any text.
 fn fits(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(rest) = text.strip_prefix(parts.next().unwrap_or_default()) else { return false };
@@ -184,11 +180,10 @@ fn fits(pattern: &str, text: &str) -> bool {
 /// The settings that have a source, in the order of [`Sources`].
 pub const NAMES: [&str; 6] = ["limit", "reservation", "protect", "shares", "headroom", "class"];
 
-/// The source of each setting; `None`: no source named it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sources(pub [Option<SourceKind>; NAMES.len()]);
 
-/// Set in the word of [`Sources`], which is 0 in a state file without sources.
+/// Set in each written word of [`Sources`]. A state file without sources has the word 0.
 const SETTLED: u64 = 1 << 63;
 
 impl Sources {
@@ -197,7 +192,7 @@ impl Sources {
         self.0.iter().enumerate().fold(SETTLED, |word, (at, source)| word | number(source) << (2 * at))
     }
 
-    /// Decodes a word; `None` for one that was never written.
+    /// Decodes a word; `None` if it was never written.
     pub fn of_word(word: u64) -> Option<Self> {
         let source = |at: usize| match word >> (2 * at) & 3 {
             0 => None,

@@ -30,10 +30,8 @@ pub struct Settings {
     pub remote: Option<Remote>,
     pub pool: Pooling,
     pub tier: Option<Tiering>,
-    /// Adopt VMs as they start.
     pub adopt_all: bool,
     pub runtime_dir: PathBuf,
-    /// The directory of the file with operators' changes.
     pub state_dir: PathBuf,
     pub rules: Vec<Rule>,
 }
@@ -41,14 +39,13 @@ pub struct Settings {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pooling {
     pub dir: PathBuf,
-    /// Where VMMs ask for memory.
     pub socket: PathBuf,
-    /// Members of this group may ask, besides root.
+    /// Members of this group may request memory, besides root.
     pub gid: Option<u32>,
 }
 
 impl Settings {
-    /// Fails if this host has no group of a name in it.
+    /// The engine's settings. Fails if the configuration names a group that this host does not have.
     pub fn of(config: &Config) -> anyhow::Result<Self> {
         Ok(Self {
             store_budget: config.store_budget(),
@@ -73,7 +70,7 @@ impl Settings {
     }
 }
 
-/// The keeper's options in a configuration, with the engine's part as bytes. Fails as [`Settings::of`].
+/// The keeper's options, with the engine's settings as bytes. Fails as [`Settings::of`].
 pub fn for_keeper(config: &Config) -> anyhow::Result<Options> {
     let engine = Settings::of(config)?;
     Ok(Options {

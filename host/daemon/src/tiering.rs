@@ -2,8 +2,8 @@
 //!
 //! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it, and the VM's tracking
 //! worker moves its memory between the two nodes. Units: numbers of nodes, percent, MiB a second.
-//! Promise: a node that the host does not have is an error at the start of the keeper that names it and the existing
-//! ones.
+//! Promise: a node that the host does not have is an error when the keeper starts, which names it and the existing
+//! nodes.
 
 use anyhow::{Context, ensure};
 use ballast_pager::vm::tuning::HostTiers;
@@ -16,9 +16,9 @@ pub struct Tiering {
     #[serde(default)]
     pub fast_node: u32,
     pub slow_node: u32,
-    /// Most of a VM's memory on the fast node, in percent of its size.
+    /// Most of a VM's memory on the fast node, in percent of the VM's size.
     pub fast_percent: u32,
-    /// Most memory of a VM that is moved each way in a second.
+    /// Most memory of a VM that is moved in each direction, in MiB per second.
     #[serde(default = "quarter_gib")]
     pub mib_per_s: u64,
 }

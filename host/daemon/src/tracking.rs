@@ -1,4 +1,4 @@
-//! Whether VMs are tracked, and the cost of that: the table `[heat]` of the settings.
+//! Whether VMs are tracked, and what tracking may cost: the table `[heat]` of the settings.
 //!
 //! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it. An operator may set
 //! another `track` for a VM through the API, which holds until the VM's engine is replaced.
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields, default)]
 pub struct Tracking {
     pub track: bool,
-    /// Most cost, in percent of one CPU; the waits of guest threads may cost that much again.
+    /// Most cost, in percent of one CPU; the waits of guest threads may cost as much again.
     pub cost_percent: f64,
 }
 
@@ -28,8 +28,8 @@ impl Tracking {
         Ok(())
     }
 
-    /// The settings for the tracker of a VM, whose memory is placed by heat or not. Each of its two phases gets half of
-    /// the cost.
+    /// The settings for the tracker of a VM. `is_placed`: whether its memory is placed by heat. Each of the tracker's
+    /// two phases gets half of the cost.
     pub fn settings(&self, is_placed: bool) -> Settings {
         Settings { budget: self.cost_percent / 100.0 / 2.0, is_placed, ..Settings::default() }
     }

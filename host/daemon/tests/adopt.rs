@@ -1,6 +1,6 @@
 //! Adopted VMs in a real daemon: limits, refusals, states, and deaths of the engine.
 //!
-//! The VMM is `host/adopt/tests/vmm.c`, named like one: guest RAM that verifies itself. Needs `cc`; limits need root
+//! The VMM is `host/adopt/tests/vmm.c` under a VMM's name: guest RAM that verifies itself. Needs `cc`; limits need root
 //! and zram. Other VMMs of the host may be adopted during the tests, but never limited.
 
 mod common;
@@ -36,7 +36,6 @@ fn program() -> Option<&'static Path> {
     made
 }
 
-/// A VMM with 64 MiB of guest RAM.
 struct Vmm {
     child: Child,
     says: BufReader<ChildStdout>,
@@ -52,7 +51,7 @@ impl Vmm {
         Some(Self { child, says })
     }
 
-    /// Makes it do something. Returns the number of wrong words.
+    /// Sends a command. Returns the number of wrong words.
     fn tell(&mut self, what: &str) -> u64 {
         writeln!(self.child.stdin.as_mut().expect("piped"), "{what}").expect("it listens");
         let mut line = String::new();
@@ -76,7 +75,7 @@ fn by_pid(vmm: &Vmm) -> AdoptRequest {
     AdoptRequest { pid: Some(vmm.child.id()), ..AdoptRequest::default() }
 }
 
-/// The daemon's figures of a VM, which must add up.
+/// The daemon's figures of a VM, after a check that they add up.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes;
@@ -84,12 +83,10 @@ fn stat(daemon: &Daemon, name: &str) -> VmStat {
     vm
 }
 
-/// Waits until a VM is at its limit.
 fn is_held(daemon: &Daemon, name: &str, limit: u64) {
     until("it is at its limit", || stat(daemon, name).resident_bytes <= limit);
 }
 
-/// Adopts a VM and fills all of its memory.
 fn adopted(daemon: &Daemon, name: &str) -> Option<Vmm> {
     let mut vmm = Vmm::start(name)?;
     vmm.tell("fill 64");
@@ -155,7 +152,6 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
     let refused = daemon.api.set_limit("third", Some(MIB)).expect_err("no room").to_string();
     assert!(refused.contains("159 MiB of swap"), "{refused}");
     daemon.api.set_limit("third", Some(60 * MIB)).expect("that fits");
-    // Another process fills swap.
     let mut filler = Vmm::start("filler").expect("a program");
     filler.tell("fill 64");
     let found = ballast_adopt::Adopted::new(ballast_adopt::look(filler.child.id()).expect("found")).expect("adopted");
@@ -167,10 +163,10 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
     });
     daemon.api.set_limit("other", Some(8 * MIB)).expect_err("no room for more");
     until("it says so", || {
-        // Restored memory makes room, which the other VM takes.
+        // Restored memory makes room in swap, which the other VM takes.
         let _ = found.step(8 * MIB);
         other.tell("touch 0 64");
-        // The guest's touches and the filler's steps alternate, so a state is short.
+        // The guest's touches and the filler's steps alternate, so each state is short.
         let vm = stat(&daemon, "other");
         vm.status == VmStatus::Blocked && vm.status_reason.is_some_and(|why| why.contains("swap is full"))
     });
@@ -246,7 +242,6 @@ fn with_adopt_all_vms_are_adopted_as_they_start_except_those_that_were_released(
     let Some(mut vmm) = Vmm::start("comes") else { return };
     vmm.tell("fill 32");
     until("it is adopted", || daemon.api.vm("comes").is_ok());
-    // Other VMMs of this host are not limited.
     daemon.api.set_limit("comes", Some(8 * MIB)).expect("a limit");
     is_held(&daemon, "comes", 8 * MIB);
     daemon.api.release("comes", true).expect("released");

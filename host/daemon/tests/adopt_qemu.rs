@@ -17,14 +17,12 @@ use ballast_testvm::qemu::{QemuGuest, qemu_missing};
 
 use common::{Daemon, missing, until};
 
-/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// Bytes per key, and number of keys: 48 MiB.
 const VALUE: usize = 16 << 10;
 const KEYS: usize = 3072;
 const NAMES: [&str; 3] = ["plain-a", "plain-b", "plain-c"];
 
-/// The daemon's figures of a VM, which must add up.
+/// The daemon's figures of a VM, after a check that they add up.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes;
@@ -72,7 +70,7 @@ fn three_plain_qemu_guests_are_adopted_and_a_policy_moves_memory_to_the_busy_one
     for (name, limit) in NAMES.iter().zip(&held) {
         until("it is at its limit", || stat(&daemon, name).resident_bytes <= *limit);
     }
-    // Under load the kernel restores pages at once; the next steps restore the limit.
+    // Under load the kernel restores pages at once; later steps bring the VM to its limit again.
     let mix = Mix { duration: Duration::from_secs(3), ..Mix::default() };
     std::thread::scope(|scope| {
         let load = scope.spawn(|| throughput(guests[0].redis_addr(), &mut data[0], &mix).expect("it serves"));

@@ -1,6 +1,6 @@
-//! A hostile agent of a guest: a program at the other end of the socket sends anything.
+//! A hostile agent of a guest: a program at the other end of the socket sends arbitrary bytes.
 //!
-//! The tests check that no byte is lost, that neighbours are served, and what the API shows.
+//! The tests check that no byte is lost, that neighbours are served, and that the API shows the agent's state.
 
 mod common;
 
@@ -46,7 +46,6 @@ fn memory_that_the_guest_reports_cold_goes_first() {
     assert_eq!((shown.version.as_str(), shown.reports, shown.cold_bytes), ("9.9", 1, 24 * MIB), "{shown:?}");
     assert_eq!((shown.rejected_pages, shown.rejected_messages), (0, 0), "{shown:?}");
 
-    // With the margin below the limit, 17 MiB are evicted.
     daemon.api.set_limit("told", Some(48 * MIB)).expect("limit");
     until("it is within its limit", || {
         fake.stay_alive();
@@ -59,7 +58,6 @@ fn memory_that_the_guest_reports_cold_goes_first() {
     }
     assert_eq!(agent_of(&daemon, "told").state, AgentState::Reporting);
 
-    // The agent is told about touched pages.
     (1024..4096).for_each(|page| assert!(ram.is_marked(page)));
     loop {
         fake.stay_alive();
@@ -114,15 +112,13 @@ fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
         }
         let session = fake.session;
         match round {
-            // Dies before its first message.
             0 => {}
-            // Dies in the middle of a message.
             1 => fake.stream.write_all(&whole.frame(session)[..20]).expect("written"),
             2 => {
                 for bytes in [&garbage[..], &MAGIC, &claims, &frame(session, 3, &[1; 70]), &frame(session, 999, &[])] {
                     fake.stream.write_all(bytes).expect("written");
                 }
-                // Sent only now: the engine continues after all of that.
+                // Sent only now: the engine still reads, after all that garbage.
                 fake.tick();
                 until("the garbage was counted", || agent_of(&daemon, "hostile").garbage_bytes > 100_000);
             }
@@ -139,7 +135,6 @@ fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
                 }
             }
             _ => {
-                // Dies with its host.
                 daemon.replace_engine();
                 while fake.hear_frame().is_some() {}
             }
@@ -162,7 +157,7 @@ fn a_guest_that_sends_anything_and_dies_at_any_point_harms_nobody() {
                     })
                     .collect();
                 while !ends.load(Ordering::Relaxed) {
-                    // It times out, because the engine reads no more than it wants.
+                    // It times out, because the engine reads only as much as it wants.
                     let _ = stream.write(&bytes);
                 }
             });
@@ -188,14 +183,14 @@ fn reports_of_hot_memory_as_cold_are_ignored() {
     let ends = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // Hot: 1/32 of it, each page touched again within milliseconds; and slowly all the rest, so that some
-            // memory must be evicted all the time.
+            // Hot: 1/32 of the memory, each page touched again within milliseconds. Slowly all the rest is touched, so
+            // that some memory must be evicted all the time.
             for slow in (PAGES / 32..PAGES).cycle().step_by(16) {
                 if ends.load(Ordering::Relaxed) {
                     break;
                 }
                 (0..PAGES / 32).for_each(|page| assert!(ram.is_marked(page)));
-                // Two of them hold the nonce, and no mark.
+                // Two pages hold the nonce, and no mark.
                 let _ = (slow..PAGES.min(slow + 16)).filter(|page| ram.is_marked(*page)).count();
             }
         });
@@ -265,7 +260,6 @@ fn an_agent_is_told_how_much_to_hold_and_so_it_is_by_the_next_engine() {
         }
     };
     assert_eq!(told(&mut agent), (1, 10 << 10));
-    // It can spare less.
     agent.say(&ToHost::Tick(held(5 << 10)));
     let of_node = || daemon.vm("guest").agent.and_then(|agent| agent.nodes.first().copied()).unwrap_or_default();
     until("it is shown", || of_node().balloon_bytes == 20 * MIB);
@@ -299,7 +293,7 @@ fn an_agent_tunes_its_kernel_while_restores_for_its_services_matter() {
             let restores = 2 * service_restores;
             let of_services = Tick { service_restores, tuned, ..Tick::default() };
             fake.say(&ToHost::Tick(Tick { total: PAGES, restores, ..of_services }));
-            // It sends a hello from time to time in any case.
+            // The engine sends a hello from time to time in any case.
             if let Some(ToGuest::Hello(wanted)) = fake.hear_soon()
                 && wanted.services == services
             {

@@ -50,7 +50,7 @@ fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&Atom
     pages.iter().zip(&rounds).for_each(|(page, round)| check(*page, *round));
 }
 
-/// Runs this while two threads of the guest write and check; it gets the number of checked pages.
+/// Calls `run` while two threads of the guest write and check; it gets the number of checked pages.
 fn while_written(ram: &Ram, run: impl FnOnce(&AtomicU64)) {
     let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -63,7 +63,6 @@ fn while_written(ram: &Ram, run: impl FnOnce(&AtomicU64)) {
     });
 }
 
-/// A report that all of the guest's memory is cold and of this kind.
 fn all_cold(kind: Kind) -> Vec<Run> {
     [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind, level: COLD }).to_vec()
 }
@@ -77,7 +76,7 @@ fn a_guest_that_reports_all_of_its_memory_as_free_while_it_writes_loses_no_byte(
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
     while_written(&ram, |checked| {
         daemon.api.set_limit("all-free", Some(48 * MIB)).expect("limit");
-        // What it reports as held counts up to what it should hold.
+        // The bytes that the agent reports as held count up to the number that it should hold.
         let balloon = Some(NodeBalloon { node: 0, bytes: PAGES * PAGE_SIZE as u64 });
         daemon.api.patch_vm("all-free", &VmPatch { balloon, ..VmPatch::default() }).expect("it has a port");
         while !matches!(fake.hear(), Some(ToGuest::Balloon { node: 0, pages: PAGES })) {}
@@ -129,7 +128,7 @@ fn a_guest_that_reports_all_of_its_memory_as_its_kernels_is_held_to_its_limit() 
 #[test]
 fn a_guest_with_a_new_node_in_each_message_and_impossible_numbers_fills_no_table() {
     let _one = one_at_a_time();
-    // A policy asks for a balloon in each node that it knows.
+    // A policy requests a balloon in each node that it knows.
     let Some(daemon) = Daemon::with_uffd(&format!("{QUICK}[policy]\nname = \"gain\"\n")) else { return };
     let port = Port::new();
     let ram = Ram::new(PAGES);

@@ -14,7 +14,6 @@ use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
 use common::{Daemon, built, missing, until};
 
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// A guest booted by `ballast run --agent` with these options.
 fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Builder) -> QemuGuest {
     let ballast = built("ballast");
     let (ballast, attach) = (ballast.to_string_lossy(), daemon.attach_socket());
@@ -65,7 +64,7 @@ fn memory_that_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
-    /// Part of the 96 MiB of the program: the kernel reports free blocks of 2 MiB and more.
+    /// A part of the program's 96 MiB: the kernel reports free blocks of 2 MiB and more.
     const MOST: u64 = 80 * MIB;
     let daemon = Daemon::start("quarantine_ms = 500\n");
     let mut guest = booted(&daemon, &["--balloon"], |guest| guest.memory(Bytes(320 * MIB)).run("free-test"));
@@ -78,7 +77,6 @@ fn memory_that_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     let after = daemon.vm("guest");
     assert_eq!((after.far_bytes, after.zero_bytes, after.reclaim.zapped_pages), (0, 0, 0), "{after:?}");
 
-    // Memory that the guest keeps is evicted and restored as usual.
     let limit = after.resident_bytes - 48 * MIB;
     daemon.api.set_limit("guest", Some(limit)).expect("limit");
     until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
@@ -114,7 +112,7 @@ fn the_port_of_a_qemu_that_goes_into_the_background_reaches_the_engine() {
         return;
     }
     let daemon = Daemon::start("");
-    // As Proxmox starts it, except for its `-id`, an option of its own QEMU.
+    // As Proxmox starts it, except for `-id`, an option of Proxmox's own QEMU.
     let uuid = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
     let line = "run --agent --add-memory-backend -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S \
                 -nodefaults -display none -accel tcg -smp 1,sockets=1,cores=1,maxcpus=1 -m 64 \
@@ -153,7 +151,6 @@ fn a_guest_with_tiers_moves_hot_memory_to_the_fast_one_and_the_host_learns_it() 
     let vm = daemon.vm("guest");
     let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / MIB).collect();
     assert_eq!(sizes, [256, 384], "a backend for each tier");
-    // The agent reports it once a second.
     let tiering = || daemon.vm("guest").agent.and_then(|agent| agent.tiering).unwrap_or_default();
     until("what it moved is told", || {
         let tiering = tiering();

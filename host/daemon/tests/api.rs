@@ -1,5 +1,5 @@
-//! The API of a real daemon beside its OpenAPI document: each answer has a status of the document, and the shape that
-//! the document gives it, without other fields.
+//! The API of a real daemon beside its OpenAPI document: each answer has a status of the document, and the fields that
+//! the document gives it, and no others.
 
 mod common;
 
@@ -11,7 +11,6 @@ use serde_json::Value;
 use common::Daemon;
 use common::guest::Guest;
 
-/// Status and body of an answer.
 fn ask(daemon: &Daemon, method: &str, path: &str, body: &str) -> (String, String) {
     let mut stream = UnixStream::connect(daemon.dir().join("api.sock")).expect("connect");
     let head = format!("{method} {path} HTTP/1.1\r\nHost: b\r\nConnection: close\r\n");
@@ -23,7 +22,6 @@ fn ask(daemon: &Daemon, method: &str, path: &str, body: &str) -> (String, String
     (head[9..12].to_owned(), body.to_owned())
 }
 
-/// Whether a value has one of the types that a schema allows.
 fn is_of(kind: &Value, value: &Value) -> bool {
     match kind {
         Value::Array(kinds) => kinds.iter().any(|kind| is_of(kind, value)),
@@ -41,7 +39,6 @@ fn is_of(kind: &Value, value: &Value) -> bool {
     }
 }
 
-/// Checks that a value has the shape of a schema; the error says where it differs.
 fn fits(document: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
     if let Some(target) = schema["$ref"].as_str() {
         return fits(document, document.pointer(&target[1..]).ok_or(target)?, value, at);

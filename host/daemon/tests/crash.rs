@@ -49,7 +49,6 @@ fn a_vm_of_three_fault_workers_loses_no_byte_when_any_process_is_killed() {
     guest.finish();
 }
 
-/// Descriptors of a process that are userfaultfds.
 fn userfaultfds(pid: u32) -> usize {
     let Ok(fds) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
     let is_one = |fd: &std::fs::DirEntry| {
@@ -108,13 +107,12 @@ fn all_pinned_memory_is_resident_when_the_answer_comes() {
     client.pin("a device").expect("pinned");
     let vm = daemon.vm("pinned");
     assert_eq!((vm.far_bytes, vm.resident_bytes), (0, PAGES * 4096), "{vm:?}");
-    // A successor holds it, too, and restores nothing because nothing is far.
+    // The successor holds the VM, too, and restores nothing, because nothing is far.
     daemon.replace_engine();
     until("the VM runs", || daemon.api.vm("pinned").is_ok_and(|vm| vm.status == VmStatus::Running));
     assert_eq!(daemon.vm("pinned").class, VmClass::Pinned);
 }
 
-/// Pages move to the file and back now, and many are in it.
 fn spilled(daemon: &Daemon, name: &str) {
     daemon.goes_to_file_and_back(name);
     until("many pages are in the file", || daemon.api.vm(name).is_ok_and(|vm| vm.far_file_bytes >= 4 << 20));
@@ -142,7 +140,6 @@ fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
     until("the disk space is given back", || daemon.host().file_bytes == 0);
 }
 
-/// Huge pages for a guest; without them the test is skipped, with a message.
 fn huge_pages(ram: u64) -> Option<PoolLoan> {
     let loan = PoolLoan::new(ram / HUGE_SIZE as u64);
     let why = loan.as_ref().err().map(|error| error.to_string());
@@ -168,8 +165,8 @@ fn an_engine_killed_while_huge_pages_go_out_and_come_back_whole_loses_no_byte() 
 #[test]
 fn an_engine_killed_while_huge_pages_go_to_a_file_loses_no_byte() {
     let Some(_loan) = huge_pages(48 << 20).filter(|_| !no_disk()) else { return };
-    // The guest touches its huge pages all the time, so that few are far at a time: the RAM store has space for two or
-    // three.
+    // The guest touches its huge pages all the time, so few of them are far at any time: the RAM store has space for
+    // two or three.
     let mut daemon = Daemon::start(&spilling("3M", &std::env::temp_dir()));
     let guest = Guest::start(&daemon, "victim", &format!("{BUSY} --huge-pages"));
     daemon.goes_to_file_and_back("victim");
@@ -198,7 +195,7 @@ fn a_keeper_killed_and_started_again_finds_the_pages_in_the_file() {
     for round in 0..kills() / 10 {
         spilled(&daemon, "victim");
         std::thread::sleep(moment(round));
-        // Every other time the engine dies, too, so that only the guest's process has the file.
+        // In every other round the engine dies, too, so that only the guest's process has the file.
         daemon.kill_and_restart_keeper(round % 2 == 0);
         until("the guest is attached again", || daemon.api.vm("victim").is_ok());
     }

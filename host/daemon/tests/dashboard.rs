@@ -54,7 +54,7 @@ fn series(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
     for (at, _) in text.match_indices("ballast_") {
-        // A recording rule's name has colons before or after.
+        // The name of a recording rule has colons before or after.
         let end = text[at..].find(|c| !is_name(c)).map_or(text.len(), |length| at + length);
         if text[..at].ends_with([':', '_']) || text[end..].starts_with(':') {
             continue;
@@ -71,7 +71,6 @@ fn series(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     found
 }
 
-/// Checks that all series of a text are in the documentation.
 fn check_series(place: &str, text: &str, documented: &BTreeMap<String, Labels>) -> usize {
     let all = series(text);
     for (name, matchers) in &all {
@@ -171,7 +170,7 @@ fn promtool_parses_each_expression_of_the_dashboard() {
     let mut rules = String::from("groups:\n  - name: dashboard\n    rules:\n");
     for (nr, expr) in expressions(&dashboard()).iter().enumerate() {
         let expr = expr.replace("$instance", ".*").replace("$domain", ".*").replace("$__rate_interval", "1m");
-        // Writing to a String cannot fail. JSON strings are YAML strings.
+        // JSON strings are YAML strings.
         let _ = writeln!(rules, "      - record: panel:{nr}:value\n        expr: {}", Value::from(expr));
     }
     let dir = tempfile::tempdir().expect("a directory");

@@ -18,7 +18,6 @@ use common::{Daemon, built, missing, until};
 
 const UUID: &str = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
 
-/// A directory with the emulator, under QEMU's name.
 struct Emulator(tempfile::TempDir);
 
 impl Emulator {
@@ -34,7 +33,7 @@ impl Emulator {
         if let Some(text) = file {
             std::fs::write(&options, text).expect("write");
         }
-        // With libvirt's environment: nothing else.
+        // Only libvirt's environment.
         let path = std::env::var_os("PATH").unwrap_or_default();
         command.env_clear().env("PATH", path).env("LC_ALL", "C").env("BALLAST_SOCKET", socket);
         command.env("BALLAST_EMULATOR", options).stdin(Stdio::null());
@@ -55,7 +54,6 @@ impl Domain {
         Self::start_with(daemon, emulator, [name, uuid], file, None)
     }
 
-    /// With a saved state from there.
     fn start_with(
         daemon: &Daemon,
         emulator: &Emulator,
@@ -115,7 +113,7 @@ fn queries_reach_qemu_unchanged_without_a_daemon() {
         let (asked, plain) =
             (emulator.ask(words), Command::new(QEMU).args(words.split(' ')).output().expect("start QEMU"));
         assert_eq!((asked.status, &asked.stderr), (plain.status, &plain.stderr), "{words}");
-        // QEMU names itself by the word that it was started with.
+        // QEMU names itself by the word with which it was started.
         let text = |output: &Output| String::from_utf8_lossy(&output.stdout).into_owned();
         assert_eq!(text(&asked).len(), text(&plain).len(), "{words}");
     }
@@ -149,12 +147,11 @@ fn a_stock_domain_is_managed_and_keeps_its_settings_over_its_life() {
     assert!(!warnings.iter().any(|warning| warning.contains("ends with the VM")), "{warnings:?}");
     domain.destroy(&daemon, "db");
 
-    // Saved and restored, started again, renamed; the daemon dies in between.
+    // Saved and restored, started again, renamed; between these the daemon dies.
     daemon.kill_and_restart_keeper(true);
     let domain = Domain::start(&daemon, &emulator, "database", UUID, None);
     let vm = daemon.vm("database");
     assert_eq!((vm.limit_bytes, vm.settings.reservation_bytes), (Some(64 * MIB), 32 * MIB));
-    // Two running domains are never taken for one.
     let twin = Domain::start(&daemon, &emulator, "twin", UUID, None);
     assert_eq!((daemon.vm("twin").uuid, daemon.vm("twin").limit_bytes), (None, None));
     assert!(!daemon.events("uuid-taken").is_empty());
@@ -171,11 +168,11 @@ fn a_stock_domain_is_managed_and_keeps_its_settings_over_its_life() {
     other.destroy(&daemon, "db");
     domain.destroy(&daemon, "database");
 
-    // A limit of the command line comes first, and `forget` removes what was stored.
+    // A limit of the command line comes first, and `forget` removes the stored settings.
     let domain = Domain::start(&daemon, &emulator, "database", UUID, Some("--limit 128M\n"));
     let vm = daemon.vm("database");
     assert_eq!((vm.limit_bytes, from(&vm, "limit")), (Some(128 * MIB), Some((SourceKind::CommandLine, None))));
-    // By its current name, its name at the last change, or its UUID.
+    // By the current name, by the name at the last change, or by the UUID.
     assert_eq!(daemon.api.forget("database").expect("forgotten")[0].uuid.as_deref(), Some(UUID));
     assert!(daemon.api.forget(UUID).is_err(), "nothing is left");
     domain.destroy(&daemon, "database");
@@ -197,7 +194,6 @@ fn a_limit_holds_while_a_domain_is_loaded_though_each_of_its_zero_pages_is_read(
     let from = format!("unix:{}", stream.display());
     let other = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b12";
     let loaded = Domain::start_with(&daemon, &emulator, ["loaded", other], None, Some(&from));
-    // It is attached before it listens.
     until("it waits for the state", || stream.exists());
     let mut qmp = UnixStream::connect(daemon.dir().join("saved.qmp")).expect("its monitor");
     for line in ["qmp_capabilities\"", &format!("migrate\",\"arguments\":{{\"uri\":\"{from}\"}}")] {
@@ -212,7 +208,7 @@ fn a_limit_holds_while_a_domain_is_loaded_though_each_of_its_zero_pages_is_read(
     println!("restore_resident_over_limit_mib {}", most.saturating_sub(LIMIT) / MIB);
     let unchecked = daemon.host().pin_check_missing;
     if !missing("pins", unchecked.as_deref()) {
-        // Faults wait from the ceiling on, 1 MiB above the limit; each waits 0.1 s at most.
+        // Faults wait from the ceiling on, which is 1 MiB above the limit, at most 0.1 s each.
         assert!(most < LIMIT + 4 * MIB, "{} KiB above the limit", (most - LIMIT) >> 10);
     }
     let vm = daemon.vm("loaded");
@@ -225,7 +221,6 @@ fn a_limit_holds_while_a_domain_is_loaded_though_each_of_its_zero_pages_is_read(
 fn a_vmm_of_another_user_attaches_by_the_keepers_device() {
     const NOBODY: &str = "65534";
     let Some(program) = common::vmm::Program::compile() else { return };
-    // Its program, the library and the socket are there.
     let closed = |dir: &&Path| std::fs::metadata(dir).is_ok_and(|dir| dir.permissions().mode() & 0o1 == 0);
     let temporary = std::env::temp_dir();
     let closed = temporary.ancestors().find(closed).map(|dir| format!("{} is closed to other users", dir.display()));

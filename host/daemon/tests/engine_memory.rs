@@ -1,8 +1,8 @@
 //! Memory errors of the host in a VM's own files: a real keeper and a real engine, and two VMs of this process.
 //!
 //! A page is really lost where the kernel can inject memory errors (root, `CONFIG_MEMORY_FAILURE`; see
-//! `scripts/newer-kernel-suite.sh`). Elsewhere the last page of words is cut off its file, which raises SIGBUS in the
-//! engine, too.
+//! `scripts/newer-kernel-suite.sh`). Elsewhere the last page of words is cut off its file, which also raises SIGBUS in
+//! the engine.
 
 mod common;
 
@@ -25,7 +25,7 @@ const HEADER: u64 = 32 * 1024;
 const INJECT: &str = "BALLAST_TEST_FAIL";
 
 /// Makes the page at this offset of a file fail; false if that is impossible here. Another process does it, because the
-/// kernel's signal may end it. Its result is not checked on the page: the engine may have replaced it already.
+/// kernel's signal may end that process. The page is not checked afterwards: the engine may have replaced it already.
 fn fail(path: &str, offset: u64) -> bool {
     let output = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", "injects_a_memory_error_when_asked_to", "--nocapture"])
@@ -44,7 +44,7 @@ fn injects_a_memory_error_when_asked_to() {
     map.fail_memory(0).expect("MADV_HWPOISON");
 }
 
-/// Two VMs, the first of them with most pages far, with its state file and its arena.
+/// Two VMs; most pages of the first are far. Also the paths of its state file and its arena.
 struct Rig {
     daemon: Daemon,
     ram: Ram,
@@ -70,8 +70,8 @@ fn rig() -> Option<Rig> {
 }
 
 impl Rig {
-    /// One engine served both VMs all the time; the other VM has all its bytes, also with the next engine, which finds
-    /// the first VM as it was left.
+    /// Checks that one engine served both VMs all the time, and that the other VM has all its bytes, also with the next
+    /// engine, which finds the first VM in the state in which it was left.
     fn check_the_rest(&self, lost_before: u64) {
         assert_eq!(self.daemon.engine_pid(), Some(self.engine), "{}", self.daemon.log());
         assert_eq!(self.calm.lost(0..PAGES), 0);
@@ -94,12 +94,11 @@ fn a_memory_error_in_a_vms_words_costs_what_only_they_knew_and_no_other_vm() {
     let unknown = rig.ram.lost(known.end..PAGES);
     assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
     assert_eq!(rig.ram.lost(known), 0, "{}", rig.daemon.log());
-    // Its faults are served before that is reported.
+    // The engine serves the VM's faults before it reports the recovery.
     until("it is said that it was recovered", || !rig.daemon.events("memory-mended").is_empty());
     assert_eq!(rig.daemon.events("memory-mended").len(), 1, "{}", rig.daemon.log());
     let said = rig.daemon.events("memory-error");
     assert!(said.iter().any(|said| said.message.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
-    // It continues: touched pages are evicted and restored as before.
     assert_eq!(rig.daemon.vm("hit").limit_bytes, Some(LIMIT));
     until("it is held to its limit again", || {
         rig.daemon.api.vm("hit").is_ok_and(|vm| vm.resident_bytes <= LIMIT + (1 << 20))
@@ -116,7 +115,7 @@ fn a_memory_error_in_an_arena_or_a_header_costs_its_content_and_no_other_vm() {
         let size = open(path).metadata().expect("stat").len();
         4096 + (size - 4096) / (64 * 1024 + 128) * 128
     };
-    // The failing part, and the most pages that it can cost.
+    // The part that fails, and the most pages that its loss can cost.
     for (what, most) in [("blobs", 300), ("table", 32 * 960), ("arena header", 0), ("state header", 0), ("counters", 0)]
     {
         let Some(rig) = rig() else { return };
@@ -130,14 +129,14 @@ fn a_memory_error_in_an_arena_or_a_header_costs_its_content_and_no_other_vm() {
         if !fail(path, offset) {
             return skip("hwpoison", "memory cannot fail here");
         }
-        // Whatever the engine does now, it meets the page.
+        // Whatever the engine does now, it touches the page.
         rig.daemon.api.set_limit("hit", Some(LIMIT - (64 << 10))).expect("limit");
         let lost_now = rig.ram.lost(0..PAGES);
         assert!(lost_now <= most, "{what}: {lost_now} pages are lost\n{}", rig.daemon.log());
         until(&format!("{what}: it was said"), || {
             assert_eq!(rig.daemon.engine_pid(), Some(rig.engine), "{what}: {}", rig.daemon.log());
             // There may be more events of lost pages than an engine remembers. The keeper also has the state file, and
-            // may meet its page first.
+            // may touch the page first.
             let log = rig.daemon.log();
             log.contains("memory of the host failed, and with it was lost")
                 || path == &rig.state && log.contains("memory of the host failed under the state file of VM hit")

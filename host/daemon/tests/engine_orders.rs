@@ -1,6 +1,5 @@
 //! Orders to an engine whose keeper is this test: an engine without descriptors does not claim to serve a process; a
-//! region that was added while an order to open its VM was in flight comes with its own order. Needs root
-//! (userfaultfd).
+//! region that was added after the order to open its VM was sent comes with its own order. Needs root (userfaultfd).
 
 mod common;
 
@@ -26,10 +25,8 @@ use rustix::event::{PollFd, PollFlags};
 const VM: VmId = VmId([5; 16]);
 const RAM: Bytes = Bytes(16 * PAGE_SIZE as u64);
 
-/// An engine of this build.
 struct Engine {
     child: Child,
-    /// `None` when its keeper is gone.
     socket: Option<OwnedFd>,
 }
 
@@ -59,7 +56,6 @@ impl Engine {
         scm::send(self.socket(), &wire::encode(order), fds).expect("it listens");
     }
 
-    /// Give it an order that is reported, and wait for the result.
     fn done(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<(), Failure> {
         self.order(order, fds);
         loop {
@@ -105,7 +101,7 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_reports_it_as_unserve
     let spans = vec![(Span { hva: Hva(guest.addr() as u64), len: RAM }, 0)];
     let view = Order::AddView { vm: VM, pid: std::process::id(), uffd_features, spans, unserved_since_ns: None };
     let fds = [uffd.as_fd(), control.as_fd()];
-    // Its lowest three descriptors are open, and no other one is possible.
+    // Its lowest three descriptors are open, and it can open no other.
     assert!(common::limit_descriptors(engine.child.id(), "3"));
     engine.order(&view, &fds);
     let why = engine.done(&Order::Tell { seq: 2, vm: VM }, &[]).expect_err("it does not serve that process");
@@ -189,12 +185,12 @@ fn a_region_added_before_the_vm_is_opened_is_served_when_its_own_order_comes() {
     engine.done(&pin(VmId([6; 16])), &[]).expect_err("whether pages of a VM that is not open are far is unknown");
 }
 
-/// A VM of one region that no engine has opened, and its arena.
+/// A VM with one region that no engine has opened, and its arena.
 fn vm_of(ram: &OwnedFd) -> (StateFile, OwnedFd) {
     vm_with(VM, ram)
 }
 
-/// A VM with this id, of one region that no engine has opened, and its arena.
+/// As [`vm_of`], with this id.
 fn vm_with(id: VmId, ram: &OwnedFd) -> (StateFile, OwnedFd) {
     let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
     let state = StateFile::create(id, "test").expect("a state file");
@@ -202,13 +198,11 @@ fn vm_with(id: VmId, ram: &OwnedFd) -> (StateFile, OwnedFd) {
     (state, arena)
 }
 
-/// Adds a region, like the keeper.
 fn add_region(state: &StateFile, ram: &OwnedFd) {
     let id = memfd::file_id(ram).expect("stat");
     state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
 }
 
-/// The order to serve this process, without RAM.
 fn view_of(pid: u32, uffd_features: u64) -> Order {
     Order::AddView { vm: VM, pid, uffd_features, spans: Vec::new(), unserved_since_ns: None }
 }
@@ -228,7 +222,7 @@ fn an_orphaned_engine_closes_no_vm_with_unknown_processes_while_one_has_its_ram(
     engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect("it is open");
     let mut vmm = Command::new("sleep").arg("1000").stdin(Stdio::from(ram)).spawn().expect("a process");
     engine.socket = None;
-    // Several of its turns, because nothing reports that it does nothing.
+    // Long enough for several of its turns, because nothing reports that it does nothing.
     std::thread::sleep(Duration::from_secs(1));
     assert!(engine.child.try_wait().expect("wait").is_none(), "it has closed the VM of a process that lives");
     vmm.kill().expect("kill it");
@@ -263,7 +257,7 @@ fn an_orphaned_engine_records_that_it_left_a_vm_if_its_keeper_did_not_read_that(
     let mut fds = [PollFd::new(engine.socket(), PollFlags::IN)];
     rustix::event::poll(&mut fds, None).expect("poll");
     engine.socket = None;
-    // It has another VM, whose RAM this process has, so it lives; the next engine waits until this is recorded.
+    // It lives, because it has another VM, whose RAM this process holds. The next engine waits until this is recorded.
     common::until("it is recorded", || state.leaving().is_none());
     assert_eq!(state.engine(), Some((next.pid, next.start)));
     assert!(engine.child.try_wait().expect("wait").is_none(), "it has a VM whose process lives");

@@ -1,5 +1,5 @@
-//! A process that hangs up and keeps its escrow: nothing of the VM's memory stays in those files, which no budget
-//! counts. Real keeper, engine and guest. Needs userfaultfd.
+//! A process that hangs up and keeps its escrow: no memory of the VM stays in those files, which no budget counts. Real
+//! keeper, engine and guest. Needs userfaultfd.
 
 mod common;
 
@@ -10,9 +10,7 @@ use common::guest::Guest;
 use common::raw::{files, open};
 use common::{Daemon, until};
 
-/// More pages are far than resident.
 const SQUEEZED: &str = "--workload uniform --ram 48M --limit 8M --threads 2 --zero-fraction 0.1";
-/// Size of an empty arena and an empty state file: headers and tables.
 const EMPTY_BYTES: u64 = 512 << 10;
 
 /// The files of this name that a process has open, as a recipient of its descriptors would have them.
@@ -26,7 +24,6 @@ fn bytes(file: &File) -> u64 {
 
 fn squeezed(daemon: &Daemon) -> (Guest, [File; 2]) {
     let guest = Guest::start(daemon, "web", SQUEEZED);
-    // All of it is filled, so that no page is untouched.
     until("pages are far, and all are touched", || {
         let vm = daemon.vm("web");
         vm.far_bytes > 16 << 20 && vm.untouched_bytes == 0

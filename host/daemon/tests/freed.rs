@@ -1,4 +1,4 @@
-//! A VMM frees memory page by page, like a balloon, in a VM that was reclaimed.
+//! A VMM frees memory page by page, as a balloon would, in a VM that was reclaimed.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn a_unit_freed_page_by_page_needs_few_messages_and_all_of_it_reads_zeros() {
 
     let base = ram.info().span.hva;
     let asked = || vm().reclaim.discarded_pages;
-    // Like a hook of a VMM: the memory is freed while the client knows.
+    // Like a hook of a VMM: the memory is freed while the client knows it.
     let free = |client: &Client, page: u64| {
         let freeing = client.freeing(&[(base + page * PAGE_SIZE as u64, PAGE_SIZE as u64)]).expect("it may be freed");
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
@@ -46,7 +46,6 @@ fn a_unit_freed_page_by_page_needs_few_messages_and_all_of_it_reads_zeros() {
     assert!(unit(0).chain(unit(2).skip(1)).chain(unit(3)).all(|page| ram.is_marked(page)));
     assert_eq!(ram.get(2 * PAGES_PER_UNIT), 0);
 
-    // It is reclaimed again, and its new content is restored.
     unit(1).for_each(|page| ram.set(page, page));
     daemon.api.set_limit("freed", Some(PAGES_PER_UNIT * PAGE_SIZE as u64)).expect("limit");
     until("it is within its limit", || vm().resident_bytes <= PAGES_PER_UNIT * PAGE_SIZE as u64);

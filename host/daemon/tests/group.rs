@@ -1,5 +1,5 @@
 //! VMs of a group: real keeper, engines and clients with equal content, killed in every order. Each byte of living VMs
-//! is verified, and nothing of dead ones is left. Needs root (userfaultfd).
+//! is verified, and no page of dead ones is left. Needs root (userfaultfd).
 
 mod common;
 
@@ -26,7 +26,7 @@ fn engine_keeper_and_members_die_in_every_order_and_no_other_member_loses_a_byte
         ["twin-1", "twin-2", &name].iter().for_each(|name| moves(&daemon.api, name));
         std::thread::sleep(moment(round));
         let engine = daemon.engine_pid().expect("an engine");
-        // The engine before the member, after it, with the keeper, without.
+        // The engine dies before the member, or after it; with the keeper, or without.
         match round % 4 {
             0 => kill(engine),
             1 => {
@@ -70,7 +70,6 @@ fn an_upgrade_moves_members_one_after_the_other_and_loses_none() {
         begin(&daemon, &this_build());
         let now = ended(&daemon);
         assert_eq!((now.stage, now.longest_gap_us), (UpgradeStage::Done, 0), "{}", daemon.log());
-        // It may not have ended yet.
         assert_ne!(daemon.host().engine_pid, old);
     }
     ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon.api, name));

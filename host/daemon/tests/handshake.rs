@@ -22,7 +22,6 @@ use common::{Daemon, limit_descriptors, may_fork, signal_process, stop_process, 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
-/// RAM of one file is plugged.
 fn add(region: RegionInfo) -> ClientToKeeper {
     ClientToKeeper::AddRegion { region, files: 1 }
 }
@@ -31,7 +30,6 @@ fn files_of(stores: &[(u8, u8)]) -> Vec<StoreFiles> {
     stores.iter().map(|(store, count)| StoreFiles { store: *store, count: *count }).collect()
 }
 
-/// Sends this message with these RAM files, and returns the answer.
 fn say(daemon: &Daemon, client: &RawClient, message: wire::Attach, ram: &[&Ram]) -> KeeperToClient {
     let socket = connect(&daemon.attach_socket()).expect("connect");
     scm::send(&socket, &wire::encode(&ClientToKeeper::Attach(message)), &client.descriptors(ram)).expect("send");
@@ -42,7 +40,7 @@ fn extent(file: u16, first: u64, pages: u64) -> Extent {
     Extent { file, offset: Bytes(first * 4096), len: Bytes(pages * 4096) }
 }
 
-/// A region of these extents, wherever it is mapped.
+/// A region of these extents, mapped at `at`.
 fn region(at: u64, extents: &[Extent]) -> RegionInfo {
     let len = extents.iter().fold(0u64, |sum, extent| sum.wrapping_add(extent.len.0));
     RegionInfo { span: Span { hva: Hva(at), len: Bytes(len) }, extents: extents.to_vec(), guest_address: None }
@@ -131,7 +129,6 @@ fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
     client
 }
 
-/// Open descriptors of a process.
 fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
@@ -265,7 +262,7 @@ fn wrong_too_many_or_duplicate_userfaultfds_are_refused() {
         let answer = client.attach(&[&ram]);
         assert!(matches!(&answer, Some(KeeperToClient::Refused(text)) if text.contains(why)), "{why}: {answer:?}");
     }
-    // Fewer, and more, than announced.
+    // Fewer descriptors than announced, and more.
     for (shards, count) in [(3, 2), (1, 2)] {
         let client = of(made(count));
         let message = wire::Attach { shards, ..client.message(vec![ram.info()]) };
@@ -288,7 +285,7 @@ fn a_client_that_returns_with_its_userfaultfds_reordered_loses_only_its_limit() 
     client.uffds.push(userfaultfd());
     assert!(attaches(&mut client, &[&ram]), "{}", daemon.log());
     until("it is served", || daemon.api.vm("confused").is_ok());
-    // It answers no zap, so nothing is evicted; memory is still registered before.
+    // It answers no zap, so nothing is evicted; memory is registered before a zap.
     daemon.api.set_limit("confused", Some(1 << 20)).expect("limit");
     until("memory is registered", || daemon.vm("confused").registered_bytes > 0);
     client.hang_up();
@@ -344,7 +341,7 @@ fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
     }
     let daemon = Daemon::start_within("", Some(48));
     let mut idle = Vec::new();
-    // More than it can hold; the rest waits in the queue of the listening socket.
+    // More than the keeper can hold; the rest waits in the queue of the listening socket.
     for _ in 0..60 {
         idle.push(connect(&daemon.attach_socket()).expect("connect"));
     }
@@ -354,13 +351,12 @@ fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
     attached(&daemon, "good", &[&ram]);
 }
 
-/// A second process of the VM: this program, run again, with RAM of the first.
+/// A second process of the VM: this program, run again, with RAM of the first process.
 struct Second {
     child: Child,
     says: BufReader<std::process::ChildStdout>,
 }
 
-/// The path of this RAM for another process.
 fn path_of(ram: &Ram) -> String {
     format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd())
 }
@@ -399,13 +395,11 @@ impl Second {
         Self { child, says }
     }
 
-    /// Makes it attach, or resume, and returns the result.
     fn attach(&mut self) -> String {
         self.ask();
         self.hear("answer: ")
     }
 
-    /// Makes it ask to be attached.
     fn ask(&mut self) {
         self.child.stdin.as_ref().expect("piped").write_all(b"attach\n").expect("it lives");
         self.hear("asked");
@@ -420,7 +414,6 @@ impl Second {
         line
     }
 
-    /// Whether there is unread output.
     fn has_more_to_say(&self) -> bool {
         let mut fds = [PollFd::new(self.says.get_ref(), PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -473,7 +466,7 @@ fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
     let (a, b) = (Ram::new(512), Ram::new(512));
     let _vmm = attached(&daemon, "web", &[&a, &b]);
     daemon.api.set_limit("web", Some(4 << 20)).expect("the limit");
-    // It may touch far pages of the second region without a userfaultfd there.
+    // The second process may touch far pages of the second region, where it has no userfaultfd.
     let mut second = Second::start_with(&daemon, "web", &a, Some(&b));
     assert!(second.attach().contains("Attached"));
     let pid = second.child.id();
@@ -509,7 +502,7 @@ fn ram_unplugged_by_one_process_is_gone_when_the_other_one_that_had_it_ends() {
 #[test]
 fn one_limit_for_many_unknown_vms_is_answered_within_the_time_of_a_request() {
     let daemon = Daemon::start("");
-    // Each could attach at any moment, so the engine waits a second, but not for one after the other.
+    // Each VM could attach at any moment, so the engine waits a second for all of them together.
     let names: Vec<String> = (0..30).map(|number| format!("nobody-{number}")).collect();
     let client = ballast_api::Client::new(daemon.dir().join("api.sock")).expect("a client");
     let changes = client.set_limits(&LimitsPatch { vms: Some(names), limit_bytes: None }).expect("an answer in time");
@@ -520,7 +513,7 @@ fn one_limit_for_many_unknown_vms_is_answered_within_the_time_of_a_request() {
 fn a_vm_for_whose_descriptors_the_engine_had_no_place_is_given_to_it_again() {
     let Some(daemon) = Daemon::with_uffd("") else { return };
     let engine = daemon.engine_pid().expect("an engine runs");
-    // Its lowest three descriptors are open, and no other one is possible.
+    // The engine's lowest three descriptors are open, and it can open no other.
     assert!(limit_descriptors(engine, "3"));
     let ram = Ram::new(16);
     let mut client = RawClient::new(&daemon.attach_socket(), "web");
@@ -547,14 +540,13 @@ fn a_keeper_whose_descriptor_limit_is_lowered_too_far_raises_it_and_continues() 
     assert!(attaches(&mut client, &[&ram]), "the keeper takes it: {}", daemon.log());
 }
 
-/// Kills the keeper; returns when the next one listens.
 fn next_keeper(daemon: &mut Daemon) {
     daemon.kill_keeper();
     daemon.restart_keeper();
     until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
 }
 
-/// Waits until the keeper has handled all earlier messages: after two answers it has served everybody.
+/// Waits until the keeper has handled all earlier messages: after two answers it has served every client.
 fn has_heard(daemon: &Daemon) {
     let socket = connect(&daemon.attach_socket()).expect("connect");
     let ram = Ram::new(16);
@@ -565,8 +557,8 @@ fn has_heard(daemon: &Daemon) {
     }
 }
 
-/// A VM of two regions under its next keeper, which waits: the process that maps both has not returned, one that maps
-/// only the first has.
+/// A VM of two regions under its next keeper, which waits: a process that maps only the first has returned, but not the
+/// process that maps both.
 fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
     let mut vmm = attached(daemon, "web", &[a, b]);
     let mut second = Second::start(daemon, "web", a);
@@ -597,7 +589,7 @@ fn processes_of_one_vm_return_in_any_order_each_with_the_regions_it_maps() {
     let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / 4096).collect();
     assert_eq!(sizes, [16, 32, 64], "no region was given up, and the new one is there: {vm:?}");
 
-    // And in the other order, with an engine that has the VM when the second process comes.
+    // In the other order, with an engine that has the VM when the second process comes.
     next_keeper(&mut daemon);
     assert!(attaches(&mut vmm, &[&a, &b, &plugged]), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
@@ -616,7 +608,6 @@ fn a_process_that_joins_a_vm_gets_its_answer_only_once_its_faults_are_served() {
     second.ask();
     has_heard(&daemon);
     assert!(!second.has_more_to_say(), "the engine cannot have seen it");
-    // A new VM cannot have far pages.
     assert!(attaches(&mut RawClient::new(&daemon.attach_socket(), "other"), &[&other]));
     signal_process(engine, Signal::CONT);
     assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());
@@ -642,7 +633,7 @@ fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_later() {
     let Some(mut daemon) = Daemon::with_uffd("") else { return };
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
-    // This process was not part of the VM, and its memory is not.
+    // This process was not part of the VM, so its memory is not either.
     let mut third = Second::start(&daemon, "web", &a);
     third.ask();
     has_heard(&daemon);
@@ -694,7 +685,7 @@ fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
     assert!(attaches(&mut vmm, &[&a]), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
     assert_eq!(daemon.vm("web").size_bytes, 16 * 4096);
-    // Its memory may be plugged again, as a new region.
+    // The memory may be plugged again, as a new region.
     let again = Ram::new(8);
     let answer = vmm.ask(&add(again.info()), &[again.fd.as_fd()]);
     assert_eq!(answer, Some(KeeperToClient::Ok));

@@ -1,5 +1,5 @@
-//! Fast and slow memory of the host, by a real keeper and a real engine, and a VM of this process. The second test
-//! needs two NUMA nodes: `scripts/newer-kernel-suite.sh` has them.
+//! Fast and slow memory of the host: a real keeper, a real engine, and a VM of this process. The second test needs two
+//! NUMA nodes: `scripts/newer-kernel-suite.sh` has them.
 
 mod common;
 

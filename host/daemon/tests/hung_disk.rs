@@ -1,5 +1,5 @@
-//! A hung disk under the file stores: pages on it wait, and nothing else does, whichever VM comes or dies. When it
-//! responds again, each byte is right. Real processes; the disk is a real FUSE server. Needs root.
+//! A hung disk under the file stores: only pages on it wait, whichever VM comes or dies. When the disk responds again,
+//! each byte is right. Real processes; the disk is a real FUSE server. Needs root.
 
 mod common;
 
@@ -12,7 +12,7 @@ use common::raw::{Ram, files};
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, missing, spilling, until};
 
-/// A disk that can hang, where this kernel lets FUSE make files without a name (Linux 6.2).
+/// A disk that can hang; `None` if this kernel does not let FUSE make files without a name (before Linux 6.2).
 fn disk() -> Option<Fuse> {
     let made = |fuse: &Fuse| ballast_sys::direct::create_unnamed(&fuse.dir(), ballast_base::Bytes(1 << 20));
     let served = Fuse::serve().and_then(|fuse| made(&fuse).map(|_| fuse));
@@ -106,14 +106,13 @@ fn vms_that_die_with_reads_in_flight_leave_nothing_behind() {
         let dies = Guest::start(&daemon, "dies", BUSY);
         daemon.goes_to_file_and_back("dies");
         let hangs = fuse.hold_on();
-        // More need not come: a late page is not read again, and the other thread may wait for this one.
+        // One read is enough: a late page is not read again, and the other thread may wait for this one.
         fuse.wait_for_held(1);
         drop(dies);
         drop(hangs);
         until("it is forgotten", || daemon.api.vm("dies").is_err());
         until("the disk space is given back", || daemon.host().file_bytes == 0);
     }
-    // Threads keep some.
     let rings = files(engine, "io_uring").len();
     assert!(rings < 64, "{rings} rings are left");
     let guest = Guest::start(&daemon, "late", BUSY);
@@ -133,12 +132,12 @@ fn a_vm_is_restored_while_the_disk_hangs_and_its_memory_is_plugged_and_freed() {
     let hangs = fuse.hold_on();
     daemon.api.restore("mine").expect("asked for");
     until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
-    // The wait for its page grows each time, and none of these may wait for that.
+    // The wait for its page grows each time, and none of the requests below may wait for that.
     for _ in 0..3 {
         let more = Ram::new(256);
         let span = more.info().span;
         client.add_region(more.fd.try_clone().expect("dup"), span.hva, span.len, Bytes(0)).expect("plugged");
-        // The keeper replies before the engine has it.
+        // The keeper replies before the engine has the region.
         until("the engine has it", || daemon.vm("mine").size_bytes == (4096 + 256) * 4096);
         more.mark();
         // An engine ignores addresses whose mapping it does not know yet.

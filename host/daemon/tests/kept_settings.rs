@@ -1,7 +1,7 @@
 //! Operators' changes of a VM, while the daemon dies during changes.
 //!
-//! Needs root (userfaultfd) and a C compiler.
-//! Promise: the old value or the new one, on disk and in the running VM.
+//! Needs root (userfaultfd) and a C compiler. Promise: a setting has the old value or the new one, on disk and in the
+//! running VM.
 
 mod common;
 
@@ -34,7 +34,7 @@ fn a_daemon_that_dies_during_a_change_leaves_the_old_or_the_new_value() {
         });
         std::thread::sleep(moment(round));
         daemon.kill_and_restart_keeper(true);
-        // No request fails if none was under way when the daemon died.
+        // If no request was under way when the daemon died, none fails, and this ends the changes.
         is_over.store(true, Ordering::Relaxed);
         common::joined("no more changes", changes);
         let kept = daemon.api.kept().expect("the file is whole");

@@ -1,4 +1,4 @@
-//! A VMM that maps something over parts of its RAM, as QEMU does to replace a page with a memory error: the rest is
+//! A VMM that maps other memory over parts of its RAM, as QEMU does to replace a page with a memory error: the rest is
 //! held to its limit. A real keeper and engine, and the client library. Needs userfaultfd.
 
 mod common;
@@ -14,14 +14,12 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 const PAGES: u64 = 16 << 10;
 const LIMIT: u64 = 16 << 20;
-/// Of each `EVERY` pages, `HOLE` are mapped over: each batch of a reclaim worker has some.
+/// Of each `EVERY` pages, `HOLE` are mapped over, so that each batch of a reclaim worker has some.
 const EVERY: u64 = 512;
 const HOLE: u64 = 4;
 
-/// What is mapped over guest RAM.
 #[derive(Clone, Copy)]
 enum With {
-    /// The part of the file that was mapped there before.
     Itself,
     Nothing,
     /// A read-only file, which userfaultfd does not register.
@@ -56,7 +54,6 @@ fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
     };
 }
 
-/// A VM of this process with marked pages.
 fn served(daemon: &Daemon) -> (Ram, Client) {
     let ram = Ram::new(PAGES);
     ram.mark();
@@ -77,7 +74,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));
     assert_eq!(daemon.events("ram-kept").len(), 1);
-    // Now some whose pages may be far, or in quarantine.
+    // Now pages that may be far, or in quarantine.
     let later = |page: &u64| page % EVERY == EVERY / 2;
     (0..PAGES).filter(later).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
     let wrong = (0..PAGES).filter(|page| !ram.is_marked(*page)).count();
@@ -86,7 +83,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
     let wrong = (0..PAGES).rev().filter(|page| !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
     assert_eq!(daemon.events("ram-kept").len(), 1, "it is said once");
-    // A successor finds out itself.
+    // The successor finds the pages that are mapped over by itself.
     daemon.replace_engine();
     until("the limit holds after a takeover", || held(&daemon));
     let wrong = (0..PAGES).filter(|page| !ram.is_marked(*page)).count();

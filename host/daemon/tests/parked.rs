@@ -1,5 +1,5 @@
-//! A VMM that holds its own `mmap_lock` in the kernel, because a file server does not respond: each other VM is served,
-//! whichever of engine and keeper dies, and the VM itself again when the lock is free, with each byte right. Real
+//! A VMM that holds its own `mmap_lock` in the kernel, because a file server does not respond. Each other VM is served,
+//! whichever of engine and keeper dies; the VM itself is served again when the lock is free, with each byte right. Real
 //! processes, a real FUSE server. Needs root.
 
 mod common;
@@ -25,7 +25,6 @@ fn restored(daemon: &Daemon, name: &str) -> u64 {
     daemon.api.vm(name).map_or(0, |vm| vm.faults.restore)
 }
 
-/// Checks that all functions of the daemon for others work.
 fn everything_works(daemon: &Daemon, bystander: &str) {
     let before = restored(daemon, bystander);
     until("pages of the bystander come back", || restored(daemon, bystander) > before);
@@ -48,7 +47,7 @@ fn is_served(daemon: &Daemon, name: &str) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.status == VmStatus::Running)
 }
 
-/// A bystander, and a VM with far pages that is parked until the last of the three is dropped.
+/// A bystander; a VM with far pages that is parked; and the guard that parks it.
 fn one_parked<'a>(daemon: &Daemon, fuse: &'a Fuse) -> (Guest, Guest, Held<'a>) {
     let bystander = Guest::start(daemon, "bystander", BUSY);
     let mut parked = parkable(daemon, fuse, "parked");
@@ -99,7 +98,7 @@ fn more_parked_vmms_than_cpus_keep_nobody_from_being_served() {
     for _ in 0..3 {
         everything_works(&daemon, "bystander");
     }
-    // Also where its successor's threads wait for locks.
+    // Again, when its successor's threads wait for locks as well.
     daemon.replace_engine();
     everything_works(&daemon, "bystander");
     drop(held);
@@ -114,7 +113,7 @@ fn keeper_and_engine_die_while_a_vmm_is_parked() {
     let Some(fuse) = fuse() else { return };
     let mut daemon = Daemon::start(QUICK);
     let (bystander, parked, held) = one_parked(&daemon, &fuse);
-    // First its engine only, so that the next one has a thread in the parked VM.
+    // First the engine only, so that the next one has a thread in the parked VM.
     daemon.replace_engine();
     for both in [true, false] {
         daemon.kill_and_restart_keeper(both);
@@ -170,7 +169,7 @@ impl Writing {
 
 impl Drop for Writing {
     fn drop(&mut self) {
-        // To close it lets the fault continue.
+        // The fault continues when the userfaultfd is closed.
         drop(self.uffd.take());
         let _ = self.thread.take().map(JoinHandle::join);
     }

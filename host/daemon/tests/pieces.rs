@@ -17,10 +17,9 @@ use common::{Daemon, until};
 const PAGE: u64 = 4096;
 const LIMIT: u64 = 2 << 20;
 
-/// Pages of a file: file, first, count.
+/// Pages of a file: file, first page, count.
 type Piece<'a> = (&'a OwnedFd, u64, u64);
 
-/// A VM of this RAM, mapped here, with marked pages.
 fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
     let mapped: Vec<_> = pieces.iter().map(|(fd, first, count)| (fd, first * PAGE, (count * PAGE) as usize)).collect();
     let map = Mapping::shared_pieces(&mapped).expect("map");

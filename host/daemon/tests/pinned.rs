@@ -14,8 +14,7 @@ use common::raw::Ram;
 use common::{Daemon, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-/// A file for one page of 1 GiB, without the page, and its mapping; `None`, with a message, where there are no such
-/// pages.
+/// A file for one page of 1 GiB, without the page, and its mapping; `None`, with a message, if there are no such pages.
 fn gib() -> Option<(OwnedFd, Mapping)> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB;
     let made = memfd_create("ballast-test", flags).map_err(std::io::Error::from).and_then(|fd| {
@@ -59,7 +58,6 @@ fn ram_in_1_gib_pages_pins_its_vm_even_if_plugged_into_a_paged_one() {
         (vm.size_bytes, vm.resident_bytes) == all
     });
     grows.remove_region(at).expect("unplugged");
-    // The next engine finds out again.
     daemon.replace_engine();
     until("the next engine pages it, and not the other one", || {
         class("grows") == Some(VmClass::Burstable) && class("large") == Some(VmClass::Pinned)

@@ -182,7 +182,7 @@ fn the_pressure_policy_takes_idle_memory_and_leaves_protected_memory() {
     for page in 0..PAGES {
         assert!(ram.is_marked(page), "page {page}");
     }
-    // To read it all stalls it: then it may have more, until it is idle again.
+    // A read of all pages stalls the VM: then it may have more, until it is idle again.
     until("it gets memory back", || {
         assert!((0..PAGES).all(|page| ram.is_marked(page)));
         daemon.vm("idle").target_bytes.is_some_and(|target| target > 6 * MIB)
@@ -296,7 +296,6 @@ fn the_example_policy_in_python_decides_and_after_its_death_the_policy_does() {
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
-/// A cgroup of a test, removed at its end.
 struct Cgroup(PathBuf);
 
 impl Cgroup {

@@ -1,4 +1,4 @@
-//! The pool in a real daemon: no VM finds another one's data, when any process is killed at any time.
+//! The pool in a real daemon: no VM finds another VM's data, when any process is killed at any time.
 //!
 //! A VM is this program again, run as a test that does nothing unless it is told to be one: it takes memory, searches
 //! it for non-zero bytes, and writes a secret into each page until it is killed.
@@ -23,7 +23,7 @@ use common::{missing, until};
 
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 const BE_A_VM: &str = "BALLAST_TEST_POOL_VM";
-/// Another VM's data was found.
+/// Exit status of a VM that found another VM's data.
 const FOUND: i32 = 77;
 
 fn lend(bytes: u64) -> LendRequest {
@@ -38,7 +38,6 @@ impl Pooled {
         command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("start")
     }
 
-    /// Waits until a VM has searched all of its memory, and found nothing.
     fn searched(&self, vm: &mut Child, name: &str) {
         until("the VM has looked through all of its memory", || {
             let ended = vm.try_wait().expect("look").map(|status| status.code());
@@ -114,14 +113,13 @@ fn a_managed_vm_pages_in_huge_pages_of_the_pool_without_a_write_back_at_its_end(
 fn memory_of_a_killed_vm_returns_zeroed_and_a_new_engine_knows_all_owners() {
     let Some(pooled) = Pooled::start("", 64) else { return };
     let mut vm = pooled.vm("first", 32);
-    // Until it has received its memory, it asks the next engine again.
+    // Until the VM has received its memory, it requests it from the next engine again.
     pooled.searched(&mut vm, "first");
     assert!(pooled.stat().vms.iter().any(|vm| vm.name == "first" && vm.bytes == 32 * MIB));
     pooled.daemon().replace_engine();
     until("the next engine has the pool", || pooled.stat().nodes.iter().any(|node| node.used_bytes == 32 * MIB));
     assert_eq!(pooled.stat().vms[0].name, "first");
     end(&mut vm);
-    // A VM that asks for all of it waits until it is there.
     let mut next = pooled.vm("next", 64);
     pooled.searched(&mut next, "next");
     end(&mut next);
@@ -187,7 +185,6 @@ fn a_vm_on_pages_of_a_gib_is_pinned_through_deaths_and_the_next_finds_zeros() {
     assert!(metrics.contains("ballast_pool_ready_gib_bytes{node=\"0\",pages=\"1G\"} 1073741824"), "{metrics}");
 }
 
-/// Ends the threads on drop.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -276,7 +273,7 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_whatever_is_killed() {
         assert_ne!(status.code(), Some(FOUND), "a VM found another one's memory");
     };
     for number in 0..kills {
-        // Some ask for more than is left, and wait for another VM's memory.
+        // Some request more than is left, and wait for another VM's memory.
         let kind = if is_on_demand_there && rng.index(3) == 0 { "demand" } else { "vm" };
         vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.index(5)]));
         std::thread::sleep(Duration::from_millis(rng.index(40) as u64));
@@ -298,7 +295,7 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_whatever_is_killed() {
                 }
             }
             2 | 3 => {
-                // Sometimes killed in the middle of it, by the next round.
+                // The next round sometimes kills the daemon in the middle of the loan.
                 let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
                 let bytes = rng.index(40) as u64 * MIB;
                 let lender = move || drop(api.lend_pool(&lend(bytes)));
@@ -322,7 +319,7 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_whatever_is_killed() {
     until("nobody has memory", || pooled.stat().vms.is_empty());
     pooled.settled(64);
     assert_eq!(pooled.pages(), 32, "a page is lost, or one too many");
-    // Without VMs, the pool is as it must be.
+    // Without VMs, the pool must be whole.
     let daemon = pooled.daemon.as_mut().expect("it runs");
     let engine = daemon.engine_pid();
     daemon.kill_keeper();

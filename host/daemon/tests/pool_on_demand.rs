@@ -1,8 +1,8 @@
-//! Memory of the pool that is allocated on demand: each first touch is handled by the engine, even after any process
-//! was killed, and waits where no page is free.
+//! Memory of the pool that is allocated on demand: the engine handles each first touch, even after any process was
+//! killed, and a touch waits where no page is free.
 //!
-//! A VM is this program again, run as a test that does nothing unless it is told to be one. It touches as much as a
-//! file says, and checks all of that again and again.
+//! A VM is this program again, run as a test that does nothing unless it is told to be one. A file tells it how much to
+//! touch, and it checks all of that again and again.
 
 mod common;
 
@@ -26,10 +26,8 @@ use common::{missing, until};
 const BE_A_VM: &str = "BALLAST_TEST_ON_DEMAND_VM";
 const POOL: u64 = 64;
 const VM: u64 = 40;
-/// Threads of a VM that touches all of its memory at once.
 const GREEDY: usize = 4;
 
-/// The content of a word.
 fn secret(at: usize) -> u64 {
     at as u64 ^ 0x5ec2_e75e_c2e7_5ec2
 }
@@ -95,7 +93,6 @@ fn a_vm_that_touches_as_much_as_it_is_told() {
     }
 }
 
-/// A VM without orders yet.
 struct Vm {
     process: Child,
     dir: PathBuf,
@@ -119,7 +116,6 @@ impl Vm {
         vm
     }
 
-    /// Pages of 2 MiB that it has on demand, by node.
     fn pages_by_node(&self) -> BTreeMap<u32, u64> {
         let maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.process.id())).expect("its maps");
         let mut pages = BTreeMap::new();
@@ -136,7 +132,7 @@ impl Vm {
         say(&self.dir, &format!("{}.told", self.name), &format!("{} {mib} {}", self.orders, u8::from(again)));
     }
 
-    /// Makes it touch this much, and check all of that.
+    /// Makes it touch `mib` MiB, and check them.
     fn tell(&mut self, mib: u64) {
         self.order(mib, false);
     }
@@ -164,7 +160,6 @@ impl Drop for Vm {
     }
 }
 
-/// A pool on one node, which can promise more than it has.
 fn pool() -> Option<Pooled> {
     pool_of(1, POOL)
 }
@@ -198,7 +193,7 @@ fn a_vm_on_demand_has_what_it_touched_and_the_rest_is_promised_even_after_any_ki
     assert_eq!((vm_now.resident_bytes, vm_now.size_bytes, vm_now.registered_bytes), (0, VM * MIB, VM * MIB));
     vm.touch(10);
     assert_eq!(seen(&pooled), (VM, 10, VM));
-    // No more is promised than is there: to a VM, in either way, or to the host.
+    // The pool promises no more than it has: to a VM, in either way, or to the host.
     for pages in [Pages::OnDemand, Pages::Slices] {
         let wanted = Take { name: "next".into(), size: Bytes(32 * MIB), pages, nodes: Nodes::Any };
         let said = take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string();
@@ -213,7 +208,7 @@ fn a_vm_on_demand_has_what_it_touched_and_the_rest_is_promised_even_after_any_ki
     assert!(lent.nodes[0].lent_bytes <= (POOL - VM) * MIB, "{lent:?}");
     pooled.daemon().api.lend_pool(&lend(0)).expect("take back");
 
-    // Touches wait for the next engine, and find zeros there. It sets aside as much as its predecessor.
+    // Touches wait for the next engine, and find zeros there. That engine sets aside as much as its predecessor.
     let old = pooled.daemon().engine_pid().expect("it runs");
     common::kill(old);
     vm.tell(20);
@@ -232,7 +227,7 @@ fn a_vm_on_demand_has_what_it_touched_and_the_rest_is_promised_even_after_any_ki
     });
     assert_eq!(seen(&pooled), (VM, 30, VM));
 
-    // It is paged like any other VM on huge pages, and its free pages are for the next touches.
+    // The VM is paged as any other on huge pages, and its free pages are for the next touches.
     pooled.daemon().api.set_limit("demand", Some(16 * MIB)).expect("limit");
     until("it is within its limit", || {
         let vm = stat(&pooled);
@@ -268,11 +263,11 @@ fn a_first_touch_without_a_free_page_waits_until_another_page_of_the_vm_is_far()
     until("a touch waits", || waited() > before + 200_000);
     let before = pooled.daemon().api.vm("demand").expect("it is there").resident_bytes;
     assert_eq!(before, 20 * MIB);
-    // The kernel does not handle the touch, which would end the VM; eviction of its other pages makes room.
+    // The kernel must not handle the touch, which would end the VM; eviction of its other pages makes room.
     pooled.daemon().api.set_limit("demand", Some(16 * MIB)).expect("limit");
     vm.goes_on();
     drop(hog);
-    // All other memory without a limit is unregistered; this is not.
+    // Other memory without a limit is unregistered; memory on demand is not.
     pooled.daemon().api.set_limit("demand", None).expect("no limit");
     let all_is_registered = || pooled.daemon().api.vm("demand").is_ok_and(|vm| vm.registered_bytes == VM * MIB);
     assert!(all_is_registered());
@@ -283,14 +278,13 @@ fn a_first_touch_without_a_free_page_waits_until_another_page_of_the_vm_is_far()
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
 }
 
-/// Lets the pool promise half as much again as it has.
 fn overcommit(pooled: &Pooled, mib: u64) {
     let request = PoolRequest { bytes: Some(mib * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
     let pool = pooled.daemon().api.reserve_pool(&request).expect("reserve");
     assert_eq!((pool.overcommit_percent, pool.for_demand_bytes), (150, mib * MIB));
 }
 
-/// The reason why this much more is not promised.
+/// The reason why the pool does not promise this much more.
 fn refusal(pooled: &Pooled, mib: u64, pages: Pages, nodes: Nodes) -> String {
     let wanted = Take { name: "next".into(), size: Bytes(mib * MIB), pages, nodes };
     take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string()
@@ -421,7 +415,6 @@ fn a_node_that_promised_too_much_is_divided_and_vms_elsewhere_touch_all_they_hav
     let Some(pooled) = pool_of(2, 2 * POOL) else { return };
     overcommit(&pooled, 2 * POOL);
     let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
-    // Each node has half of the pool.
     let mut first = Vm::of(&pooled, "first", EACH, &one.to_string());
     let mut second = Vm::of(&pooled, "second", EACH, &one.to_string());
     let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));

@@ -1,5 +1,5 @@
-//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, returns memory
-//! that its guest frees, and all of it returns zeroed when it is killed.
+//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, and returns
+//! memory that its guest frees. When it is killed, all of its memory returns zeroed.
 //!
 //! Needs what `pool.rs` and `qemu.rs` need: root, huge pages, QEMU and the guest image.
 
@@ -24,14 +24,10 @@ use serde_json::{Value, json};
 use common::pooled::{Pooled, end, mapped};
 use common::{built, kill, missing, until};
 
-/// MiB of the pool.
 const POOL: u64 = 320;
-/// Bytes of the guest.
 const MEMORY: u64 = 256 * MIB;
-/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// `ballast run --pool` with these pages, as words before a QEMU command line.
 fn on_the_pool(pooled: &Pooled, name: &str, pages: &str) -> Vec<String> {
     let (program, socket) =
         (built("ballast").display().to_string(), pooled.daemon().attach_socket().display().to_string());
@@ -111,7 +107,6 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
         return;
     }
     let Some(pooled) = Pooled::start("quarantine_ms = 50\n", 128) else { return };
-    // Some of it is far when it is unplugged.
     plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
 }
 
@@ -155,7 +150,7 @@ fn a_qemu_on_demand_has_only_what_its_firmware_touches_and_so_has_its_dimm() {
     assert_eq!(pooled.pages(), 64, "a page is lost, or one too many");
 }
 
-/// A QEMU with this much memory gets a DIMM of that size, twice. It is held to the limit, or pinned.
+/// Plugs a DIMM of `dimm` bytes into a QEMU with `base` bytes, twice. The VM is held to the limit, or pinned.
 fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let daemon = pooled.daemon();
     let page = pooled.host.page();
@@ -212,7 +207,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
             daemon.api.set_limit("dimms", None).expect("no limit");
         }
     }
-    // Another VM gets it while this one runs.
+    // Another VM gets the memory while this one runs.
     let pages = page.files().parse::<Pages>().expect("pages");
     let wanted = Take { name: "next".into(), size: Bytes(all - base), pages, nodes: Nodes::Any };
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
@@ -237,7 +232,6 @@ fn a_qemu_for_which_the_pool_has_too_little_does_not_start_and_reports_why() {
     pooled.settled(64);
 }
 
-/// The error of a QEMU with this memory, which does not start.
 fn refused(pooled: &Pooled, memory: &str) -> String {
     let mut qemu = bare(pooled, "refused", memory, pooled.host.page().files())
         .stdin(Stdio::null())

@@ -1,7 +1,7 @@
 //! End to end: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd.
 //!
 //! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds
-//! or more, so a boot serves several claims and guests run one at a time; tests about RAM only start QEMU stopped
+//! or more, so a boot serves several claims and guests run one at a time. Tests about RAM only start QEMU stopped
 //! (`-S`).
 //! Promise: "verified" means that each byte of each key was read back through the guest and compared.
 
@@ -25,13 +25,10 @@ use ballast_testvm::qemu::{Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
 use common::{Daemon, built, missing, until};
 
-/// For a boot under TCG on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(180);
-/// Bytes per key.
 const VALUE: usize = 16 << 10;
-/// 48 MiB.
 const KEYS: usize = 3072;
-/// Half a second of quarantine: reclaim then takes less of the test's time.
+/// Half a second of quarantine, so that reclaim takes less of the test's time.
 const CONFIG: &str = "quarantine_ms = 500\n";
 
 /// One QEMU at a time: the machine may have two CPUs, and TCG needs one.
@@ -50,7 +47,6 @@ fn under_ballast(daemon: &Daemon, name: &str, more: &[&str]) -> Vec<String> {
     words
 }
 
-/// Starts a guest under Ballast and waits until it is up and attached.
 fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
     let mut guest = guest.name(name).prefix(under_ballast(daemon, name, &[])).spawn().expect("QEMU starts");
     guest.wait_ready(TIMEOUT).expect("the guest boots");
@@ -58,7 +54,6 @@ fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
     guest
 }
 
-/// Starts QEMU under Ballast with its vCPUs stopped and waits until it is attached.
 fn stopped(daemon: &Daemon, name: &str, memory: u64, run_options: &[&str], guest: Builder) -> QemuGuest {
     let guest = guest.name(name).memory(Bytes(memory)).extra_arg("-S");
     let mut guest = guest.prefix(under_ballast(daemon, name, run_options)).spawn().expect("QEMU starts");
@@ -75,7 +70,7 @@ fn until_attached(daemon: &Daemon, name: &str, guest: &mut QemuGuest) {
     }
 }
 
-/// The daemon's figures of the VM, which must add up to the page, with nothing lost.
+/// The daemon's figures of the VM, after a check that they add up to the page, and that nothing is lost.
 fn stat(daemon: &Daemon, name: &str) -> VmStat {
     let vm = daemon.vm(name);
     let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes + vm.poisoned_bytes;
@@ -84,7 +79,6 @@ fn stat(daemon: &Daemon, name: &str) -> VmStat {
     vm
 }
 
-/// Sets a limit and waits until it holds.
 fn squeeze(daemon: &Daemon, name: &str, limit: u64) -> VmStat {
     daemon.api.set_limit(name, Some(limit)).expect("set a limit");
     until("resident is at the limit", || daemon.vm(name).resident_bytes <= limit);
@@ -167,7 +161,6 @@ fn a_debian_guest_is_reclaimed_in_whole_huge_pages_and_keeps_every_byte() {
     assert!(stat(&daemon, "huge").faults.restore > squeezed.faults.restore, "nothing was restored");
 }
 
-/// `ballast vm stat NAME`.
 fn vm_stat(daemon: &Daemon, name: &str) -> Output {
     daemon.ballast().args(["vm", "stat", name]).output().expect("run ballast")
 }
@@ -195,7 +188,6 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     const MEMORY: u64 = 384 * MIB;
     /// Least part of the balloon that is memory in DRAM.
     const IN_DRAM: u64 = 8 * MIB;
-    /// Least part of the balloon that is far.
     const FAR: u64 = 4 * MIB;
     /// Small, so that the balloon cannot find all of its pages in DRAM.
     const LIMIT: u64 = 24 * MIB;
@@ -206,16 +198,16 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     let builder = QemuGuest::builder().memory(Bytes(MEMORY)).balloon();
     let mut guest = boot(&daemon, "free", builder);
 
-    // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. The
-    // guest needs that much after the second balloon.
+    // 135 MiB are free in pieces too small to be reported: between two keys that stay there is never a free huge page.
+    // The guest needs that much after the second balloon.
     let data = Dataset::new(3 * KEYS, VALUE, 2);
     load(guest.redis_addr(), &data).expect("Redis takes the data");
     let deleted = (0..data.keys()).filter(|key| key % STAYS != 0).map(|key| format!("DEL key:{key:08}"));
     redis(&guest, deleted.chain(["MEMORY PURGE".to_owned()]));
     let mut qmp = guest.qmp().expect("the monitor answers");
 
-    // The guest chooses the balloon's pages, but it cannot take a page twice: of a balloon larger than all untouched
-    // memory, the rest was something else before.
+    // The guest chooses the balloon's pages, but it cannot take a page twice. So a balloon larger than all untouched
+    // memory also takes other memory.
     let before = stat(&daemon, "free");
     let taken = (before.untouched_bytes + IN_DRAM).next_multiple_of(MIB);
     balloon(&mut qmp, MEMORY - taken);
@@ -224,7 +216,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     assert!(after.resident_bytes <= before.resident_bytes - IN_DRAM, "{before:?}\n{after:?}");
     assert_eq!((after.far_bytes, after.store_bytes, after.reclaim.evicted_pages), (0, 0, 0), "{after:?}");
 
-    // And of a balloon larger than all memory that is not far, the rest was far.
+    // A balloon larger than all memory that is not far also takes far memory.
     squeeze(&daemon, "free", LIMIT);
     let before = stat(&daemon, "free");
     let taken = (MEMORY - before.far_bytes + FAR).next_multiple_of(MIB);
@@ -238,7 +230,6 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     verify_all(&daemon, &guest, &data, data.keys() - data.keys() / STAYS);
 }
 
-/// Leaves the guest this much memory, and waits for the balloon.
 fn balloon(qmp: &mut Qmp, memory: u64) {
     qmp.set_balloon(Bytes(memory)).expect("the balloon moves");
     let deadline = Instant::now() + TIMEOUT;
@@ -270,7 +261,7 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
 
     let mut qmp = guest.qmp().expect("the monitor answers");
     qmp.plug_dimm("dimm0", Bytes(DIMM)).expect("QEMU takes the DIMM");
-    // The keeper replies before the engine has it.
+    // The keeper replies before the engine has the DIMM.
     until("the DIMM is part of the VM", || daemon.vm("grows").size_bytes == MEMORY + DIMM);
     let vm = stat(&daemon, "grows");
     assert_eq!(vm.regions.len(), 2, "{vm:?}");
@@ -301,21 +292,19 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     same_sums(&daemon, &guest);
 }
 
-/// The checksums that the guest has printed so far.
 fn sums(guest: &QemuGuest) -> Vec<String> {
     guest.serial_log().lines().filter(|line| line.contains("  /tmp/random")).map(str::to_owned).collect()
 }
 
 /// Waits until the guest has read all of its file once more, and checks that each checksum is the first one.
 fn same_sums(daemon: &Daemon, guest: &QemuGuest) {
-    // The next line may come from a read that began before this.
+    // The next line may come from a read that began before this call.
     let enough = sums(guest).len() + 2;
     until("the guest reads its file again", || sums(guest).len() >= enough);
     let sums = sums(guest);
     assert!(sums.iter().all(|sum| *sum == sums[0]), "{sums:?}\n{}", daemon.log());
 }
 
-/// The RAM file of a QEMU process.
 fn ram_file(pid: u32) -> File {
     let is_ram = |path: &PathBuf| {
         std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memory-backend-memfd"))
@@ -332,7 +321,7 @@ fn no_page_leaves_ram_that_another_process_maps_until_that_process_is_gone() {
     }
     const MEMORY: u64 = 256 * MIB;
     const LIMIT: u64 = 32 * MIB;
-    /// Where the test writes: 64 MiB from here, where no firmware is.
+    /// The test writes from here, where no firmware is.
     const FROM: usize = 128 << 20;
     const LEN: usize = 64 << 20;
     let _one = one_at_a_time();
@@ -358,7 +347,7 @@ fn no_page_leaves_ram_that_another_process_maps_until_that_process_is_gone() {
     let squeezed = squeeze(&daemon, "shared", LIMIT);
     assert!(squeezed.far_bytes > 0, "{squeezed:?}");
 
-    // A process that comes later is noticed, and all pages are restored for it.
+    // A process that maps the RAM later is noticed, and all pages are restored for it.
     let mapping = Mapping::shared(&ram, 0, MEMORY as usize).expect("map QEMU's RAM");
     until("the foreign mapper is noticed", || daemon.vm("shared").status == VmStatus::Blocked);
     until("all pages are back", || daemon.vm("shared").far_bytes == 0);
@@ -390,7 +379,7 @@ fn run_without_a_shared_backend_prints_the_missing_flags_or_adds_them() {
     assert!(said.contains("--add-memory-backend"), "{said}");
     assert!(daemon.api.vms().expect("ask the daemon").is_empty(), "it was not started");
 
-    // Only the printed flags are missing.
+    // Only the flags that were printed are missing.
     let qemu = Command::new(&run[0]).args(&run[1..]).arg(QEMU).args(plain).args(flags.split(' ')).spawn();
     let mut qemu = qemu.expect("run ballast");
     until("the VM is attached", || {
@@ -421,8 +410,8 @@ fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
     iomem.lines().filter_map(range).collect()
 }
 
-/// Whether all memory of the guest is where we report it, and the guest uses all of that above 4 GiB, where nothing is
-/// reserved for the firmware.
+/// Whether all memory of the guest is where we report it, and the guest uses all of the memory above 4 GiB, where
+/// nothing is reserved for the firmware.
 fn agrees(said: &[(u64, u64)], ranges: &[(u64, u64, u32, u64)]) -> bool {
     let inside = |(first, last): &(u64, u64)| {
         ranges.iter().any(|(address, size, ..)| address <= first && last < &(address + size))
@@ -451,7 +440,6 @@ fn guest_ranges_agree_with_the_guest_around_the_pci_hole_and_for_a_plugged_dimm(
     // QEMU's PC has 3 GiB below the hole if not all memory fits there.
     let mut expected = vec![(0, 3 * GIB, 0, 0), (4 * GIB, MEMORY - 3 * GIB, 0, 3 * GIB)];
     until("QEMU has said where", || seen(&daemon) == expected);
-    // Its last complete answer.
     let said = |guest: &QemuGuest| guest.serial_log().rsplit("shown").nth(1).map_or_else(Vec::new, system_ram);
     // Lines of the kernel's log may cut an answer in two: a complete one agrees.
     until("the guest says the same", || agrees(&said(&guest), &expected));
@@ -465,7 +453,7 @@ fn guest_ranges_agree_with_the_guest_around_the_pci_hole_and_for_a_plugged_dimm(
     let screen = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(screen.contains("0x100000000-0x17fffffff"), "{screen}");
 
-    // It outlives the engine that learned it.
+    // The layout outlives the engine that learned it.
     daemon.replace_engine();
     until("it is served again", || seen(&daemon) == expected);
     daemon.kill_keeper();

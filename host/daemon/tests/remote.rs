@@ -16,12 +16,10 @@ use common::upgrades::{begin, ended, this_build};
 use common::vmm::Program;
 use common::{Daemon, missing, until};
 
-/// More pages are far than the RAM store holds.
 const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
 
 const PAGES: u64 = 4096;
 const LIMIT: u64 = 2 << 20;
-/// Offset of the VM's name in a state file.
 const NAME_AT: u64 = 512;
 const KEY_AT: u64 = 384;
 
@@ -40,13 +38,11 @@ fn start(layout: Layout) -> Option<Valkey> {
     Some(Valkey::start(layout).expect("a cluster"))
 }
 
-/// Kills the engine; "victim" goes to the cluster and back under the next one.
 fn engine_dies(daemon: &Daemon) {
     daemon.replace_engine();
     daemon.goes_to_file_and_back("victim");
 }
 
-/// Kills the keeper; "victim" attaches again, goes to the cluster and back.
 fn keeper_dies(daemon: &mut Daemon) {
     daemon.kill_and_restart_keeper(true);
     until("the guest is attached again", || daemon.api.vm("victim").is_ok());
@@ -70,7 +66,6 @@ fn an_engine_and_a_keeper_die_and_no_byte_in_the_cluster_is_lost() {
     until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
 }
 
-/// Settings with TLS and sealed pages.
 fn private(valkey: &Valkey) -> String {
     let (dir, settings) = (valkey.dir().display(), remote(valkey).replace(&valkey.addr(0), &valkey.tls_addr(0)));
     let settings = settings.replace(&valkey.addr(valkey.len() - 1), &valkey.tls_addr(valkey.len() - 1));
@@ -87,7 +82,7 @@ fn plain_values(valkey: &Valkey) -> usize {
         let keys: Vec<String> = valkey::read(valkey.say(node, &["KEYS", "b{*"]).expect("KEYS")).expect("keys");
         for key in keys {
             let value: Vec<u8> = valkey::read(valkey.say(node, &["GET", &key]).expect("GET")).unwrap_or_default();
-            // A blob has its own length at 12.
+            // A blob has its own length at byte 12.
             plain += usize::from(
                 value.len() >= 16 && value.len() == 16 + usize::from(value[12]) + (usize::from(value[13]) << 8),
             );
@@ -109,7 +104,7 @@ fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_serv
     daemon.goes_to_file_and_back("victim");
     assert!(daemon.vm("victim").far_remote_bytes > 0);
     assert!(valkey.keys().expect("keys") > 1);
-    // By chance one of 65,536 looks like one.
+    // By chance one of 65,536 sealed pages looks like a blob.
     assert!(plain_values(&valkey) <= 2);
     assert_eq!(daemon.vm("victim").poisoned_bytes, 0);
     guest.finish();
@@ -195,7 +190,7 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
     daemon.goes_to_file_and_back("victim");
     valkey.go_on(2).expect("go on");
     valkey.wait_whole().expect("whole again");
-    // Nothing responds for a while: pages there wait, and the engine may die.
+    // No node responds for a while: pages there wait, and the engine may die.
     (0..valkey.len()).for_each(|node| valkey.stop(node).expect("stop"));
     daemon.replace_engine();
     until("the guest is served", || daemon.api.vm("victim").is_ok());

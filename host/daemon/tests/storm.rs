@@ -23,10 +23,9 @@ fn count(pid: u32, what: &str) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count)
 }
 
-/// A guest, and its state.
 struct Tossed<'a> {
     name: String,
-    /// Whether it can be parked; `parked` while it is. Dropped before the guest, because a parked one cannot die.
+    /// Whether it can be parked; `parked` while it is. Dropped before the guest, because a parked guest cannot die.
     can_park: bool,
     parked: Option<Held<'a>>,
     guest: Guest,
@@ -39,7 +38,6 @@ impl Tossed<'_> {
         self.is_stopped = signal == Signal::STOP;
     }
 
-    /// Moves each of its threads to a random CPU.
     fn scatter(&self, rng: &mut Random) {
         let all = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).collect();
@@ -47,7 +45,6 @@ impl Tossed<'_> {
         for task in tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok()) {
             let mut only = CpuSet::new();
             only.set(rng.of(&cpus));
-            // It may have ended.
             let _ = sched_setaffinity(Pid::from_raw(task), &only);
         }
     }
@@ -68,7 +65,6 @@ impl Tossed<'_> {
     }
 }
 
-/// VMs beside a bystander.
 struct Storm<'a> {
     rng: Random,
     fuse: &'a Fuse,
@@ -88,7 +84,6 @@ impl<'a> Storm<'a> {
         storm
     }
 
-    /// Waits until pages of the bystander are restored.
     fn bystander_is_served(&mut self) {
         let restored = || self.daemon.api.vm("bystander").map_or(0, |vm| vm.faults.restore);
         let before = restored();
@@ -105,12 +100,11 @@ impl<'a> Storm<'a> {
             true => parkable(&self.daemon, self.fuse, &name, &args),
             false => Guest::start_with(&self.daemon, &name, &args, &[("BALLAST_FAULT_WORKERS", shards)]),
         };
-        // It fills its memory once it is attached. If the keeper died before, it would report an error.
+        // The guest fills its memory once it is attached. If the keeper died before that, it would report an error.
         until("it has been filled", || self.daemon.api.vm(&name).is_ok_and(|vm| vm.reclaim.evicted_pages > 0));
         self.others.push(Tossed { name, guest, is_stopped: false, can_park, parked: None });
     }
 
-    /// Does something to one of them.
     fn step(&mut self) {
         let may_start = self.others.len() < MOST_GUESTS && self.others.iter().all(|other| other.parked.is_none());
         if self.others.is_empty() || may_start && self.rng.index(3) == 0 {
@@ -132,10 +126,10 @@ impl<'a> Storm<'a> {
             }
             2 | 3 => other.signal(if other.is_stopped { Signal::CONT } else { Signal::STOP }),
             4 => other.scatter(&mut self.rng),
-            // A parked one does not respond.
+            // A parked guest does not respond.
             5 if other.parked.is_none() => {
                 let limit = self.rng.of(&[None, Some(RAM / 8), Some(RAM / 2)]);
-                // It may be gone, or not be there again yet.
+                // The VM may be gone, or not be there again yet.
                 let _ = self.daemon.api.set_limit(&other.name, limit);
             }
             _ if other.parked.is_some() => other.parked = None,
@@ -147,7 +141,7 @@ impl<'a> Storm<'a> {
         }
     }
 
-    /// Unparks all. While one is parked, the file server does not respond, but a process that ends waits for it.
+    /// Unparks all guests. While one is parked, the file server does not respond, but a process that ends waits for it.
     fn release(&mut self) {
         self.others.iter_mut().for_each(|other| other.parked = None);
     }

@@ -2,7 +2,7 @@
 //! all the time. Needs root (userfaultfd, mounts) and systemd's program; the machine need not run it.
 //!
 //! systemd runs as the manager of a user, in a mount namespace in which `/usr/local/bin` and `/run` are directories of
-//! the test: so the unit's own command lines run, and the machine is neither seen nor changed.
+//! the test. So the unit's own command lines run, and the machine is neither seen nor changed.
 
 mod common;
 
@@ -17,20 +17,19 @@ use common::{BUSY, built, missing, until};
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
 
-/// A systemd with the unit, which is not started yet.
 struct Systemd {
     dir: tempfile::TempDir,
     manager: Child,
     api: Client,
-    /// The host's setting before the unit raised it.
+    /// The value of [`MAPPINGS`] before the unit raised it.
     mappings: String,
 }
 
-/// The unit raises this setting.
+/// A setting that the unit raises.
 const MAPPINGS: &str = "/proc/sys/vm/max_map_count";
 
 impl Systemd {
-    /// `None` where it cannot run.
+    /// `None` if it cannot run here.
     fn start() -> Option<Self> {
         let root = rustix::process::geteuid().is_root();
         let has = |program: &str| Path::new(program).exists();
@@ -91,7 +90,6 @@ impl Systemd {
         command.output().expect("run systemctl")
     }
 
-    /// Like `control`, and must succeed.
     fn does(&self, args: &[&str]) -> String {
         let output = self.control(args);
         let said = String::from_utf8_lossy(&output.stderr);
@@ -103,7 +101,7 @@ impl Systemd {
         self.does(&["show", "--value", "-p", name, "ballastd"])
     }
 
-    /// Like `install`: a new file replaces the old one.
+    /// As the command `install` would: a new file replaces the old one.
     fn install(&self, from: &Path, name: &str) {
         let new = self.at("bin").join(format!("{name}.new"));
         std::fs::copy(from, &new).expect("a copy");
@@ -136,7 +134,6 @@ impl Drop for Systemd {
     }
 }
 
-/// The file that a process runs: device and inode.
 fn runs(pid: u32) -> (u64, u64) {
     use std::os::unix::fs::MetadataExt;
     let file = std::fs::metadata(format!("/proc/{pid}/exe")).expect("it runs");
@@ -174,7 +171,7 @@ fn the_unit_reloads_to_the_installed_file_or_reports_why_not() {
     assert_eq!(runs(reloaded.keeper_pid), installed, "{}", systemd.read("log"));
     moves(&systemd.api, "victim");
 
-    // A program that cannot be an engine: reload fails, and nothing changes.
+    // The program cannot be an engine: reload fails, and nothing changes.
     systemd.install(Path::new("/bin/false"), "ballastd");
     let output = systemd.control(&["reload", "ballastd"]);
     assert!(!output.status.success(), "{}", systemd.read("log"));
@@ -183,7 +180,7 @@ fn the_unit_reloads_to_the_installed_file_or_reports_why_not() {
     assert_eq!((systemd.property("ActiveState"), runs(stays.engine_pid)), ("active".into(), installed));
     moves(&systemd.api, "victim");
 
-    // A restart ends only the keeper, and its engine serves until the next one does.
+    // A restart ends only the keeper, and its engine serves until the next engine does.
     systemd.install(&ballastd, "ballastd");
     systemd.does(&["restart", "ballastd"]);
     until("the next engine has the VM", || {

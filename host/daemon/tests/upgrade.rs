@@ -17,7 +17,6 @@ use common::raw::{files, open};
 use common::upgrades::{begin, ended, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
-/// A short quarantine, and a policy that decides all the time.
 const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
 
 #[test]
@@ -51,7 +50,7 @@ fn engines_that_follow_each_other_lose_no_byte_and_answer_every_request() {
     moves(&daemon.api, "two");
     let events = daemon.api.events().expect("events");
     let upgraded = events.iter().filter(|event| event.kind == "upgraded").count();
-    // The list holds a thousand.
+    // The event list holds a thousand.
     if upgrades::count() < 900 {
         assert_eq!(upgraded, upgrades::count() as usize, "events of earlier engines are kept: {events:?}");
         assert!(events.iter().any(|event| event.kind == "attached"), "{events:?}");
@@ -86,7 +85,7 @@ fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
             moves(&daemon.api, name);
         }
         if round % 4 == 2 {
-            // They return to a keeper of this build, with what the other build's keeper gave them.
+            // The guests return to a keeper of this build, with the escrow that the other build's keeper gave them.
             daemon.kill_and_restart_keeper(round % 8 == 2);
             until("all guests are back", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
         }
@@ -157,7 +156,7 @@ fn a_successor_that_stops_in_the_middle_is_ended_and_its_vms_go_back() {
     let next = daemon.engines().into_iter().find(|pid| *pid != old).expect("a successor");
     std::thread::sleep(moment(5));
     common::signal_process(next, Signal::STOP);
-    // It may have completed: then it is an engine that hangs, and is replaced.
+    // The upgrade may be complete: then the stopped engine serves, hangs, and is replaced.
     until("it is ended", || !daemon.engines().contains(&next));
     until("the guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
     assert_ne!(daemon.host().engine_pid, next);

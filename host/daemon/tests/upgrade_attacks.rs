@@ -20,17 +20,14 @@ use common::raw::{Ram, RawClient};
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, signal_process, until};
 
-/// Guests of most tests here.
 const THREE: [&str; 3] = ["one", "two", "three"];
 
-/// Checks that upgrades still work: to this build, which also becomes the keeper.
 fn upgrades(daemon: &Daemon) {
     begin(daemon, &this_build());
     let now = ended(daemon);
     assert_eq!((now.stage, now.keeper_replaced), (UpgradeStage::Done, Some(true)), "{now:?}\n{}", daemon.log());
 }
 
-/// Checks that one engine is left, and that it serves all these VMs.
 fn all_are_served(daemon: &Daemon, names: &[&str]) {
     until("one engine is left", || daemon.engines().len() == 1);
     until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == names.len()));
@@ -86,7 +83,6 @@ fn a_file_that_is_no_program_of_this_machine_changes_nothing() {
     guest.finish();
 }
 
-/// Lines of the log at the stages of an upgrade.
 const STAGES: [&str; 6] = [
     "an engine that is to follow is started",
     "the upgrade goes on stage=Resting",
@@ -109,7 +105,7 @@ fn an_engine_stopped_at_any_stage_is_replaced_and_later_changes_nothing() {
         until("another engine serves", || {
             daemon.engines().iter().any(|pid| *pid != old) && daemon.api.host().is_ok_and(|host| host.engine_pid != old)
         });
-        // It was ended, or is fenced.
+        // The old engine was ended, or is fenced.
         signal_process(old, Signal::CONT);
         all_are_served(&daemon, &THREE);
     }
@@ -132,7 +128,7 @@ fn while_a_keeper_is_stopped_at_any_stage_each_touch_is_served() {
         until("it comes so far", || daemon.log()[said..].contains(stage));
         daemon.signal_keeper(Signal::STOP);
         let touches = ram.clone();
-        // Not scoped: a touch that nobody serves waits forever.
+        // Not scoped: a touch that no engine serves waits forever.
         let touched = std::thread::spawn(move || (0..PAGES).all(|page| touches.is_marked(page)));
         until("all of it is touched", || touched.is_finished());
         daemon.signal_keeper(Signal::CONT);

@@ -27,9 +27,7 @@ use common::upgrades::{next_build, request, this_build};
 use common::{Daemon, joined, kill, missing, no_disk, until, upgrades};
 
 const POLICY: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
-/// Pages of the VM of this process.
 const PAGES: u64 = 2048;
-/// Pages of a VM that plugs memory, and of the plugged memory.
 const PLUGGED: u64 = 256;
 
 /// Lines of the log at the stages of an upgrade. Not each upgrade has all of them.
@@ -44,7 +42,6 @@ const STAGES: [&str; 8] = [
     "the keeper becomes another program",
 ];
 
-/// Each stage with each victim, in a sequence without repeats.
 fn all_deaths() -> Vec<(&'static str, Victim)> {
     let victims = [Victim::Old, Victim::Next, Victim::Both, Victim::Keeper];
     STAGES.into_iter().flat_map(|stage| victims.map(|victim| (stage, victim))).collect()
@@ -58,7 +55,7 @@ enum Victim {
     Keeper,
 }
 
-/// The log from here on.
+/// The end of the log, from where it was when this was made.
 struct Tail(std::fs::File, String);
 
 impl Tail {
@@ -68,13 +65,12 @@ impl Tail {
         Self(file, String::new())
     }
 
-    /// Whether the log has this text since.
     fn says(&mut self, what: &str) -> bool {
         self.0.read_to_string(&mut self.1).expect("read the log");
         self.1.contains(what)
     }
 
-    /// The engine that was started to follow.
+    /// The pid of the engine that was started to follow.
     fn next_engine(&self) -> Option<u32> {
         let (_, rest) = self.1.split_once(&format!("{} pid=", STAGES[0]))?;
         rest.split(' ').next()?.parse().ok()
@@ -84,7 +80,7 @@ impl Tail {
 /// Pages that a discarding thread has in a row; the next ones belong to the other thread.
 const RUN: u64 = 64;
 
-/// One of two threads, each with its own runs, that write and discard in turn, with reclaim in between: written data is
+/// One of two threads, each with its own runs, that write and discard in turn, with reclaim in between. Written data is
 /// there until it is discarded, and then zeros are.
 fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) -> u64 {
     let start = ram.info().span.hva;
@@ -114,8 +110,8 @@ fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) ->
     rounds
 }
 
-/// Number of times that a keeper ended or began: odd while there is none. A thread that was delayed for all of that
-/// time still sees the change.
+/// Number of times that a keeper ended or began: odd while there is none. So a thread that was delayed while there was
+/// none still sees the change.
 #[derive(Default)]
 struct Changes(AtomicU64);
 
@@ -128,14 +124,13 @@ impl Changes {
         self.0.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Whether there was no keeper at some time since `before`.
     fn was_away_since(&self, before: u64) -> bool {
         !before.is_multiple_of(2) || self.now() > before
     }
 }
 
-/// A VM plugs memory and unplugs it again, twice per upgrade because it has few regions in its life, with a third of it
-/// as the limit: written data is there. A request may fail only while there is no keeper.
+/// A VM plugs memory and unplugs it again, only twice per upgrade because it has few regions in its life, with a third
+/// of it as the limit: written data is there. A request may fail only while there is no keeper.
 fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, changes: &Changes, stop: &AtomicBool) -> u64 {
     ram.mark();
     let mut plugged = 0;
@@ -174,7 +169,7 @@ fn come_and_go(socket: &Path, changes: &Changes, stop: &AtomicBool) -> u64 {
         let may_fail = answer.is_none() && changes.was_away_since(before);
         assert!(is_attached || may_fail, "VM {came}: {answer:?}");
         came += 1;
-        // So that the engines have other work, too.
+        // Leaves the engines time for other work.
         std::thread::sleep(Duration::from_millis(3));
     }
     came

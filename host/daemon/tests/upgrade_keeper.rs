@@ -14,14 +14,13 @@ use common::guest::{Guest, moves};
 use common::upgrades::{begin, ended, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
-/// Always a different file than this build's.
+/// A copy of this build's program: always a different file.
 fn copied_build(daemon: &Daemon) -> PathBuf {
     let to = daemon.dir().join("ballastd-next");
     install(&next_build(), &to);
     to
 }
 
-/// Upgrades to this program, and waits for the end.
 fn upgrade(daemon: &Daemon, program: &Path) -> UpgradeStat {
     begin(daemon, program);
     let last = ended(daemon);
@@ -29,12 +28,10 @@ fn upgrade(daemon: &Daemon, program: &Path) -> UpgradeStat {
     last
 }
 
-/// The program of the keeper.
 fn keeper_is(daemon: &Daemon) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", daemon.keeper_pid())).expect("it runs")
 }
 
-/// A program that becomes `ballastd` after this shell script.
 fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
     let path = daemon.dir().join(name);
     let real = this_build();
@@ -58,7 +55,7 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
         assert_eq!((host.keeper_pid, host.engine_restarts), (pid, 0), "{}", daemon.log());
         moves(&daemon.api, "first");
         if round == 0 {
-            // One keeper attaches it and the next one sees its end.
+            // One keeper attaches it, and the next one notices its end.
             guests.push(Guest::start(&daemon, "second", BUSY));
         }
     }
@@ -71,7 +68,7 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
     assert!(!second.status.success() && said.contains("is another ballastd running?"), "{said}");
     assert!(!daemon.events("keeper-upgraded").is_empty());
 
-    // It sees its engine die, and its VMs end; and a keeper that is started can follow it.
+    // The new keeper notices the end of its engine and of its VMs, and a keeper that is started can follow it.
     daemon.replace_engine();
     moves(&daemon.api, "first");
     drop(guests.pop().map(Guest::finish));
@@ -113,7 +110,7 @@ fn a_program_that_could_not_be_the_keeper_serves_and_the_keeper_stays() {
     assert_eq!(now.keeper_replaced, Some(false));
     assert!(now.keeper_message.contains("Becoming"), "{now:?}");
     assert_eq!(keeper_is(&daemon), is);
-    // It continues: descriptors that were kept for the exec are closed by the next exec as before.
+    // The keeper continues: descriptors that were kept open for the exec are closed by the next exec as before.
     moves(&daemon.api, "victim");
     assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
     moves(&daemon.api, "victim");
@@ -130,7 +127,7 @@ fn a_program_installed_over_the_one_that_serves_does_not_become_the_keeper() {
     let now = upgrade(&daemon, &script(&daemon, "installed", &text));
     assert_eq!(now.keeper_replaced, Some(true), "{now:?}\n{}", daemon.log());
     assert!(!dies.exists() && daemon.host().keeper_pid == pid, "{}", daemon.log());
-    // Its engines are of that program, too.
+    // The keeper's engines are of that program, too.
     daemon.replace_engine();
     moves(&daemon.api, "victim");
     guest.finish();
@@ -141,7 +138,7 @@ fn a_program_that_cannot_be_the_keeper_after_all_becomes_the_last_one_again() {
     let daemon = Daemon::start(QUICK);
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
     let (is, pid) = (keeper_is(&daemon), daemon.host().keeper_pid);
-    // It gets a descriptor without content; the program that it goes back to gets the right one.
+    // The program gets a descriptor without content. The program that it goes back to gets the right one.
     let back = script(&daemon, "back", "[ $1 = keeper ] && exec $real keeper $KEPT --because \"$4\"");
     let text = format!("[ $1 = keeper ] && KEPT=$2 exec $real keeper 0 --back {}", back.display());
     let fails = script(&daemon, "fails", &text);
@@ -164,7 +161,6 @@ fn a_program_that_dies_as_the_keeper_leaves_its_vms_to_the_next_one() {
     let dies = script(&daemon, "dies", "[ $1 = keeper ] && kill -9 $$");
     for _ in 0..upgrades::count().div_ceil(4) {
         daemon.api.begin_upgrade(&request(&dies)).expect("begun");
-        // The engine continues to serve.
         daemon.wait_for_keeper_to_die();
         assert_eq!(daemon.api.vms().expect("the orphan answers").len(), 2, "{}", daemon.log());
         daemon.restart_keeper();

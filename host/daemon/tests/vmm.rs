@@ -1,5 +1,5 @@
-//! What a VMM may do to itself while its memory is far: a child in its own memory, an `exec`, an end that its RAM file
-//! outlives. A real keeper and engine, the preload library, and a small real VMM (`vmm.c`).
+//! Actions of a VMM while its memory is far: a child in its own memory, an `exec`, an end that its RAM file outlives. A
+//! real keeper and engine, the preload library, and a small real VMM (`vmm.c`).
 
 mod common;
 
@@ -13,12 +13,10 @@ use common::vmm::{Program, Vmm};
 use common::{Daemon, is_running, missing, until};
 use rustix::process::Signal;
 
-/// Pages are evicted soon.
 const QUICK: &str = "quarantine_ms = 20\n";
 const PAGES: u64 = 8192;
 const LIMIT: u64 = 4 << 20;
 
-/// Makes most pages of a VM far.
 fn squeeze(daemon: &Daemon, name: &str) {
     daemon.api.set_limit(name, Some(LIMIT)).expect("set a limit");
     until("most pages are far", || daemon.vm(name).far_bytes > PAGES * 4096 * 3 / 4);
@@ -49,7 +47,7 @@ fn has_event(daemon: &Daemon, kind: &str) -> bool {
     !daemon.events(kind).is_empty()
 }
 
-/// A file in a tmpfs, removed at the end; `None`, with a message, where there is none.
+/// A file in a tmpfs, removed at the end; `None`, with a message, if there can be none.
 fn file_in_tmpfs() -> Option<tempfile::TempPath> {
     let made = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm");
     let is_shmem = made.as_ref().is_ok_and(|file| ballast_sys::memfd::is_shmem(file.as_file()).unwrap_or(false));
@@ -59,7 +57,7 @@ fn file_in_tmpfs() -> Option<tempfile::TempPath> {
     Some(made.expect("made above").into_temp_path())
 }
 
-/// Pages of this file without the content that `vmm.c` writes.
+/// Number of pages of this file without the content that `vmm.c` writes.
 fn wrong_pages(path: &std::path::Path) -> usize {
     let bytes = std::fs::read(path).expect("read the RAM");
     assert_eq!(bytes.len() as u64, PAGES * 4096);
@@ -92,7 +90,7 @@ fn a_child_of_the_vmm_executes_any_program_and_costs_the_vm_nothing() {
     }
     let vm = daemon.vm("parent");
     assert!(vm.status != VmStatus::Blocked && vm.far_bytes > 0, "{vm:?}");
-    // A failed one costs the VM its limit, but no byte.
+    // A failed `exec` costs the VM its limit, but no byte.
     assert_eq!(vmm.ask("execv-nowhere"), "ENOENT");
     assert_eq!(daemon.vm("parent").far_bytes, 0);
     assert_eq!(vmm.ask("verify"), "wrong 0");
@@ -122,7 +120,7 @@ fn far_pages_of_a_vmm_that_executes_itself_unseen_are_written_back() {
     let mut vmm = program.start(&daemon, "unseen", "memfd", PAGES);
     squeeze(&daemon, "unseen");
     assert_eq!(vmm.ask("raw"), "next");
-    // A check before this may be too early.
+    // A check before the event may be too early.
     until("its pages are back", || has_event(&daemon, "written-back"));
     assert!(has_event(&daemon, "sight-lost"), "{}", daemon.log());
     assert_eq!(vmm.ask("verify"), "wrong 0", "{}", daemon.log());
@@ -171,7 +169,7 @@ fn a_ram_file_that_outlives_its_vmm_has_every_page_and_the_next_vmm_waits_for_th
     let vmm = program.start(&daemon, "first", name, PAGES);
     squeeze(&daemon, "first");
     vmm.kill();
-    // At once: the keeper may not even have seen the end of the first.
+    // At once: the keeper may not even have noticed the end of the first.
     let mut next = program.launch(Some((&daemon, "second")), ["next", name, &PAGES.to_string()]);
     assert_eq!(next.ask("verify"), "wrong 0", "{}", daemon.log());
     squeeze(&daemon, "second");
@@ -190,7 +188,7 @@ fn ram_that_another_vmm_plugs_while_it_is_written_back_waits_for_every_page() {
     let own = Ram::new(16);
     let mut second = RawClient::new(&daemon.attach_socket(), "second");
     assert!(matches!(second.attach(&[&own]), Some(KeeperToClient::Attached { .. })));
-    // Nothing is written back while it is stopped.
+    // Nothing is written back while the engine is stopped.
     let engine = daemon.engine_pid().expect("an engine");
     common::stop_process(engine);
     vmm.kill();
@@ -212,7 +210,7 @@ fn an_engine_that_dies_while_it_writes_back_has_a_successor_that_continues() {
     let daemon = Daemon::start(QUICK);
     let vmm = program.start(&daemon, "linked", file.to_str().expect("text"), PAGES);
     squeeze(&daemon, "linked");
-    // It sees the end of the VMM only just before it is killed.
+    // The engine notices the end of the VMM only just before the engine is killed.
     common::stop_process(daemon.engine_pid().expect("an engine"));
     vmm.kill();
     daemon.replace_engine();
@@ -254,7 +252,7 @@ fn pages_missing_in_a_dump(vmm: &Vmm) -> u64 {
     use std::os::unix::fs::FileExt;
     let pid = vmm.child.id();
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the VMM runs");
-    // It may be cut into several mappings where parts of it are registered.
+    // The mapping may be cut into several where parts of it are registered.
     let ranges = maps.lines().filter(|line| line.contains("guest-ram")).map(|line| {
         let (range, _) = line.split_once(' ').expect("a range");
         let (start, end) = range.split_once('-').expect("two ends");
@@ -283,7 +281,6 @@ fn a_dump_of_a_vmm_is_complete_after_an_operators_restore_and_the_limit_stays() 
     };
     restore(&[]);
     assert_eq!(pages_missing_in_a_dump(&vmm), 0);
-    // The next engine keeps it resident, too.
     daemon.replace_engine();
     until("it has the process, too", || daemon.vm("core").status != VmStatus::Recovering);
     let vm = daemon.vm("core");
@@ -300,13 +297,13 @@ fn unmapped_ram_is_in_its_file_if_that_has_a_name_or_another_process_has_it() {
     let Some(program) = Program::compile() else { return };
     let Some(file) = file_in_tmpfs() else { return };
     let daemon = Daemon::start(QUICK);
-    // By its name.
+    // The file is found by its name.
     let mut vmm = program.start(&daemon, "named", file.to_str().expect("text"), PAGES);
     squeeze(&daemon, "named");
     assert_eq!(vmm.ask("munmap"), "unmapped");
     assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
     vmm.kill();
-    // Without a name, by another process: this one.
+    // The file has no name any more, but another process, this one, holds it.
     let mut vmm = program.start(&daemon, "held", file.to_str().expect("text"), PAGES);
     let held = std::fs::File::open(&file).expect("open the RAM");
     std::fs::remove_file(&file).expect("remove its name");

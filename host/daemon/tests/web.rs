@@ -1,5 +1,5 @@
 //! Operators' views: the page of `ballast web` in a real browser over a real daemon and VMs, metrics and rules by
-//! Prometheus's own tool, events as they come.
+//! Prometheus's own tool, and events as they come.
 //!
 //! Needs Chromium, Python, and what `scripts/web-tools.sh` fetches; `BALLAST_PICTURES=DIR` keeps the screenshots.
 
@@ -15,7 +15,6 @@ use ballast_testkit::program::Ends;
 use common::guest::Guest;
 use common::{Daemon, until};
 
-/// `ballast web`, and its address.
 struct Web {
     _program: Ends,
     address: String,
@@ -32,7 +31,6 @@ impl Web {
         Self { _program: Ends(child), address: address.trim().to_owned() }
     }
 
-    /// Status and text of an answer.
     fn ask(&self, method: &str, path: &str, host: Option<&str>) -> (u16, String) {
         let place = self.address.strip_prefix("http://").and_then(|rest| rest.split('/').next()).expect("a host");
         let mut stream = TcpStream::connect(place).expect("connect");
@@ -44,7 +42,7 @@ impl Web {
         (status, answer)
     }
 
-    /// The path that begins with the token.
+    /// The path `rest` below the path that begins with the token.
     fn path(&self, rest: &str) -> String {
         format!("/{}{rest}", self.address.splitn(4, '/').nth(3).expect("a token"))
     }
@@ -111,7 +109,6 @@ fn the_page_reports_what_a_host_lacks_which_vm_has_it_and_that_the_daemon_is_gon
         return;
     }
     let daemon = Daemon::start("quarantine_ms = 5\nstore_budget = \"8M\"\n");
-    // The store has no space for the memory above its limit.
     let guest = Guest::start(&daemon, "greedy", "--workload idle --ram 64M --limit 16M --incompressible");
     let web = Web::start(&daemon);
     let drive = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lab/web/drive.py");
@@ -186,7 +183,6 @@ fn the_example_in_python_follows_events_over_the_death_of_an_engine() {
     });
 }
 
-/// Checks that this command prints the events before and after the death of an engine.
 fn follow_over_a_death(command: impl FnOnce(&Daemon) -> Command) {
     let Some(daemon) = Daemon::with_uffd("") else { return };
     let mut command = command(&daemon);

@@ -1,4 +1,4 @@
-//! The head of an arena: what the shared-memory file of a store says about itself.
+//! The head of an arena, which is the shared-memory file of a store: its layout, and how many slabs it has and uses.
 //!
 //! Before: the keeper makes an empty file for a new VM, or a client brings one back. After: an engine formats it
 //! ([`format()`]) and maps it (`ballast-store`, which alone knows the contents of its slabs).
@@ -75,7 +75,7 @@ pub const UNKNOWN_MEMBER: u64 = u64::MAX;
 /// One kind of arena.
 #[derive(Debug)]
 pub struct Layout {
-    /// For messages.
+    /// Name of the kind, for messages.
     pub name: &'static str,
     magic: u64,
     /// Versions of the header, the table, the classes, the blob headers, and the meaning of handles and checksums.
@@ -84,7 +84,7 @@ pub struct Layout {
     pub slab_bytes: usize,
 }
 
-/// The RAM store's arena, with the blobs in the slabs. The VM's id seeds the checksums.
+/// The RAM store's arena: the slabs contain the blobs. The VM's id seeds the checksums.
 pub static RAM: Layout = Layout {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
@@ -92,7 +92,7 @@ pub static RAM: Layout = Layout {
     slab_bytes: 64 * 1024,
 };
 
-/// A group's arena: like the RAM store's, but with checksums of the bytes alone, and with a list of members.
+/// A group's arena: as the RAM store's, but its checksums have no seed, and it has a list of members.
 pub static GROUP: Layout = Layout {
     name: "group's arena",
     magic: u64::from_le_bytes(*b"BALGROUP"),
@@ -138,7 +138,6 @@ impl Layout {
         self.slabs_start(slabs) + slabs as usize * self.slab_bytes
     }
 
-    /// The number of slabs of an arena with this file size.
     fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
         let most = file_bytes / self.slab_bytes as u64;
         // The only other content is the table, rounded up to a whole slab.
@@ -156,7 +155,7 @@ impl Layout {
         header[WORD_MAGIC].store(self.magic, Ordering::Release);
     }
 
-    /// Checks the header of a file of this size. Returns the number of slabs.
+    /// Returns the number of slabs of a file of `size` bytes.
     fn check_header(&self, words: &[u64], size: u64) -> io::Result<u32> {
         let invalid = |what| self.invalid(what);
         let expect = |word: usize, name: &str, expected: u64| {
@@ -179,7 +178,6 @@ impl Layout {
         Ok(slabs)
     }
 
-    /// The number of slabs of an arena with this file size and a lost header.
     fn slabs_of_lost(&self, size: u64) -> io::Result<u32> {
         self.slabs_of(size).ok_or_else(|| self.invalid(format!("its header is lost, and none has {size} bytes")))
     }
@@ -194,7 +192,7 @@ pub fn create() -> io::Result<OwnedFd> {
     memfd::create("ballast-store", Bytes(0))
 }
 
-/// Whether this file was never formatted, or not completely.
+/// Whether this file was never formatted, or only in part.
 pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
     Ok(matches!(memfd::size(fd)?.0, 0 | HEADER_BYTES))
 }
@@ -216,17 +214,17 @@ pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     if rustix::io::pwrite(&fd, &bytes, 0)? != bytes.len() {
         return Err(io::Error::other(format!("Creating a {}: its header was not written whole", layout.name)));
     }
-    // Last, because the full size proves that all else is done.
+    // The full size is set last: it proves that everything before it is done.
     Ok(rustix::fs::ftruncate(&fd, layout.file_bytes(slabs) as u64)?)
 }
 
-/// Whether this first word is that of a lost header that was not completely written again. A lost header reads as
-/// zeros, and the magic number is written last.
+/// Whether `magic`, the first word, belongs to a header that was lost and not yet completely written again. A lost
+/// header reads as zeros, and the magic number is written last.
 fn is_lost(magic: u64, fd: impl AsFd) -> io::Result<bool> {
     Ok(magic == 0 && memfd::next_data(fd, TABLE_START as u64)?.is_some())
 }
 
-/// The number of slabs, of `slabs`, up to the last allocated page of the table.
+/// The number of slabs up to the last allocated page of the table; at most `slabs`.
 pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
     let table_end = (TABLE_START + slabs as usize * ENTRY_BYTES) as u64;
     let (mut at, mut touched_end) = (TABLE_START as u64, TABLE_START as u64);
@@ -240,11 +238,11 @@ pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
     Ok(((touched_end as usize - TABLE_START) / ENTRY_BYTES) as u32)
 }
 
-/// Checks the head of an existing arena. A lost head is written again; that of a group then says that the members are
-/// unknown.
+/// Checks the head of an existing arena. A lost head is written again; in a group's arena the list of members then has
+/// [`UNKNOWN_MEMBER`].
 ///
 /// # Errors
-/// The file is no such arena, has a layout that this program cannot read, or has the wrong size.
+/// The file is no arena of this kind, has a layout that this program cannot read, or has the wrong size.
 pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     let size = memfd::size(&**fd)?.0;
     if size < PAGE_SIZE as u64 {
@@ -270,7 +268,7 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     Ok(Head { slabs, was_lost, words })
 }
 
-/// The words of a header that [`read`] could open; `None` if it was lost. Changes nothing.
+/// The words of the header; `None` if it was lost. Changes nothing.
 fn look(layout: &Layout, fd: impl AsFd) -> io::Result<Option<Vec<u64>>> {
     let size = memfd::size(&fd)?.0;
     let mut bytes = [0; HEADER_WORDS * 8];
@@ -287,27 +285,28 @@ fn look(layout: &Layout, fd: impl AsFd) -> io::Result<Option<Vec<u64>>> {
     Ok(Some(words))
 }
 
-/// Whether [`read`] could open this arena; a file that was never formatted is fine. Changes nothing, even if other
-/// processes use the arena, so that the engine that opens it learns of a lost header.
+/// Checks whether [`read`] could open this arena. A file that was never formatted passes. Changes nothing, because
+/// other processes may use the arena, and the engine that opens it must learn of a lost header.
 pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     if is_new(&fd)? { Ok(()) } else { look(layout, fd).map(drop) }
 }
 
-/// The presence name of a member of a group's arena: never 0, and no byte in common with [`ENGINES`].
+/// The name of a member in a group's arena (`presence`): never 0, and no byte in common with [`ENGINES`].
 pub fn member(vm: VmId) -> u64 {
     let [low, ..] = vm.0.as_chunks().0 else { return 4 };
     u64::from_le_bytes(*low).max(4)
 }
 
-/// The presence name of engines that have a group's arena open.
+/// The name of the engines that have a group's arena open.
 pub const ENGINES: u64 = 0;
 
-/// From now on this opening of a group's arena shows that a process has the words of this VM.
+/// Announces on this open file of a group's arena that the process has the words of this VM.
 pub fn announce(group: impl AsFd, vm: VmId) -> io::Result<()> {
     presence::announce(group, member(vm))
 }
 
-/// The file of an index, by its numbers: a caller can compare a descriptor with it before any other call on that.
+/// Device and inode of the file that an index describes: a caller can compare a descriptor with them before any other
+/// call on that descriptor.
 pub fn file_of(index: impl AsFd) -> io::Result<FileId> {
     let words = look(&INDEX, index)?.ok_or_else(|| INDEX.invalid("its header is lost".into()))?;
     let own = |word: usize| words[OWN_WORDS_START + word];

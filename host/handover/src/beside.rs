@@ -1,18 +1,18 @@
-//! Two engines of one VM, in its state file: the next engine serves faults beside the leaving one, which does nothing
-//! else.
+//! Two engines of one VM, in its state file: during an upgrade the next engine serves faults beside the leaving engine,
+//! which does nothing else for the VM.
 //!
 //! Before: the engine of a VM was told to only serve its faults. After: one engine has the VM.
 //! Threads: any.
-//! Promise: a program that finds the file can end each engine that may change anything of the VM.
+//! Promise: from the file, a program can find and end each engine that may change anything of the VM.
 //!
-//! While there are two engines, the list of threads (`threads`) does not say whose they are. So if an engine dies then,
-//! the whole process must be gone before another engine may repair its words.
+//! While there are two engines, the list of threads (`threads`) does not tell whose thread is whose. If one of them
+//! dies, its whole process must be gone before another engine may repair the VM's words.
 
 use std::sync::atomic::Ordering;
 
 use crate::state_file::{FORMAT, Field, StateFile};
 
-/// With the pid of the leaving engine: the other one serves each process of the VM.
+/// A bit beside the pid of the leaving engine: the other engine serves each process of the VM.
 const FOLLOWED: u64 = 1 << 32;
 
 impl StateFile {
@@ -22,7 +22,7 @@ impl StateFile {
         let Some((leaving, leaving_start)) = self.engine() else { return self.name_engine(pid, start_time) };
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         self.thread_list().share();
-        // In this order, a keeper that dies anywhere here has named the engine that serves.
+        // In this order: wherever the keeper dies here, the engine that serves is named.
         self.set(Field::LeavingStart, leaving_start);
         self.set(Field::LeavingPid, u64::from(leaving));
         self.set(Field::EngineStart, start_time);
@@ -35,7 +35,6 @@ impl StateFile {
         Some((self.get(Field::LeavingPid) as u32, self.get(Field::LeavingStart))).filter(|engine| engine.0 != 0)
     }
 
-    /// Whether this is one of the two engines, while there are two.
     pub(crate) fn is_one_of_two(&self, pid: u32, start_time: u64) -> bool {
         let this = Some((pid, start_time));
         self.leaving().is_some() && (self.leaving() == this || self.engine() == this)
@@ -46,7 +45,8 @@ impl StateFile {
         self.begin_epoch(pid, start_time)
     }
 
-    /// The second engine serves each process of the VM: if the keeper dies now, that engine continues alone.
+    /// Records that the second engine serves each process of the VM: if the keeper dies now, that engine continues
+    /// alone.
     pub fn set_followed(&self) {
         if self.leaving().is_some() {
             self.words()[Field::LeavingPid as usize].fetch_or(FOLLOWED, Ordering::AcqRel);
@@ -58,7 +58,7 @@ impl StateFile {
         self.leaving().is_some() && self.get(Field::LeavingPid) & FOLLOWED != 0
     }
 
-    /// The leaving engine has closed the VM: the other one has it alone.
+    /// Records that the leaving engine has closed the VM: the other engine has it alone.
     pub fn has_left(&self) {
         let Some((pid, start_time)) = self.engine() else { return };
         self.thread_list().own(pid, start_time);

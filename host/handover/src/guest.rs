@@ -1,9 +1,9 @@
 //! Guest-physical addresses of each region: words of the state file that outlive engines.
 //!
-//! Before: the VMM states them, with a region or later. After: the API shows them, in every engine.
-//! Threads: the keeper's one writes; any reads, and may see a list half replaced, which is for display only. Units:
+//! Before: the VMM states the addresses, with a region or later. After: the API shows them, in every engine.
+//! Threads: the keeper's one writes; any may read, and may see a list half replaced, which is for display only. Units:
 //! whole pages.
-//! Promise: a list that is read passes the same check as one that is written.
+//! Promise: a list is checked when it is read as it is when it is written.
 //!
 //! ```text
 //! 3072     42 entries of three words: region plus 1, over the page of the region << 8; the guest's page; pages
@@ -21,7 +21,6 @@ use crate::state_file::{GUEST_WORDS, StateError, StateFile};
 
 const WORDS: usize = 3;
 const ENTRIES: usize = GUEST_WORDS / WORDS;
-/// Bits of the region's number in the first word.
 const NUMBER_BITS: u32 = 8;
 
 fn number(entry: &[AtomicU64]) -> u64 {

@@ -1,7 +1,7 @@
 //! Finds a process that can still reach files, because it has one open or maps one.
 //!
 //! Before: a VM has ended, and pages of it are far. After: it is known whether some process may still read its RAM.
-//! Threads: the engine's that writes back; to read a process may take a while ([`crate::mappers`]).
+//! Threads: the engine's thread that writes back; it may take a while to read a process ([`crate::mappers`]).
 
 use std::collections::HashSet;
 use std::io;
@@ -14,9 +14,10 @@ use ballast_sys::process::Process;
 use crate::mappers::{Mapped, READ_TIMEOUT, Read, STUCK, entries, scan_these};
 use crate::maps::{mapped, opened};
 
-/// A process, not in `but`, that has one of these files open or maps one. Descriptors are checked first, because each
-/// process may have them. A process that hangs and cannot be examined counts as having none, unless it is one of
-/// `suspects`, which had them. Fails if not all could be examined, for lack of a resource: some process may have them.
+/// A process, not in `but`, that has one of these files open or maps one. Descriptors are checked first, because any
+/// process may have one. A process that hangs and cannot be examined counts as having none, unless it is one of
+/// `suspects`, which had them before. Fails if a process could not be examined for lack of a resource: it may have
+/// them.
 pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [

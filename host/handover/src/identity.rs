@@ -34,12 +34,12 @@ impl StateFile {
         self.remember();
     }
 
-    /// The sources of its settings, as the daemon encodes them; 0 if not set.
+    /// The sources of the VM's settings, as the daemon encodes them; 0 if not set.
     pub fn sources(&self) -> u64 {
         self.get(Field::Sources)
     }
 
-    /// Sets the sources of its settings.
+    /// Sets the sources of the VM's settings.
     pub fn set_sources(&self, sources: u64) {
         self.set(Field::Sources, sources);
         self.remember();

@@ -1,7 +1,8 @@
 //! The whole state of a keeper, for the next program in the same process.
 //!
 //! Before: a keeper is about to exec another program; its descriptors stay open. After: that program reads this and is
-//! the keeper of the same VMs, clients and engine, with the same sockets and pid. Units: descriptors are numbers, which
+//! becomes the keeper of the same VMs, clients and engine, with the same sockets and pid. Units: descriptors are
+//! numbers,
 //! exec does not change.
 //! Promise: a program that cannot read it says so and changes nothing. `ballast_base::format` has the version rule: a
 //! new field goes to the end of [`Kept`] itself, never into a part of it; messages in it are bytes with their own
@@ -24,40 +25,38 @@ pub type Number = i32;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
-    /// Its lock excludes a second keeper, and outlives exec.
+    /// The lock on this file excludes a second keeper, and outlives exec.
     pub lock: Number,
     pub attach: Number,
     pub api: Number,
     /// The program that engines are started from.
     pub program: Vec<u8>,
-    /// The program that wrote this.
+    /// The program of the keeper that wrote this record.
     pub own_program: Vec<u8>,
-    /// For new engines.
+    /// The settings for new engines.
     pub settings: Vec<u8>,
-    /// A new VM gets a file store.
+    /// Whether a new VM gets a file store.
     pub file_stores: bool,
     /// Start of the first keeper of this process.
     pub since_unix_s: u64,
     /// Number of engines that died.
     pub restarts: u64,
-    /// An [`crate::orders::Order::Upgrading`]: the state of the upgrade of which this is a part.
+    /// The state of the upgrade that replaces this keeper, an [`crate::orders::Order::Upgrading`].
     pub upgrading: Vec<u8>,
     pub engine: KeptEngine,
     /// Dead engines that were not reaped: pid and pidfd.
     pub zombies: Vec<(u32, Number)>,
     pub vms: Vec<KeptVm>,
-    /// VMs without processes: number of the order that closes it, and whether an engine was given that.
+    /// VMs without processes: number of the order that closes the VM, and whether an engine was given that order.
     pub closing: Vec<(u64, bool, KeptVm)>,
     pub clients: Vec<KeptClient>,
     /// Orders for which clients wait.
     pub pending: Vec<KeptAsk>,
-    /// The key of the next connection.
     pub next_client: u64,
-    /// The number of the next order.
     pub next_seq: u64,
     /// Names of groups, and the patterns of their members' names.
     pub groups: Vec<(String, Vec<String>)>,
-    /// Keys of clients whose replies wait for the engine, with the replies, in order: a
+    /// Keys of clients whose replies wait for the engine, each with its replies in order: a
     /// [`ballast_base::wire::KeeperToClient`], or nothing for a request that is in `pending`.
     pub owed: Vec<(u64, Vec<Vec<u8>>)>,
 }
@@ -66,16 +65,15 @@ pub struct Kept {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KeptEngine {
     pub pid: u32,
-    /// Start time of the process.
     pub start: u64,
     pub pidfd: Number,
-    /// The keeper's end of its socket.
+    /// The keeper's end of the engine's socket.
     pub socket: Number,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptVm {
-    /// The state file, which has the rest.
+    /// The state file, which has the rest of the VM's state.
     pub state: Number,
     /// The files of its stores, by store number.
     pub stores: Vec<(u8, Vec<Number>)>,
@@ -109,12 +107,12 @@ pub struct KeptClient {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptView {
     pub vm: VmId,
-    /// In the client's order.
+    /// Userfaultfds, in the client's order.
     pub uffds: Vec<Number>,
     pub uffd_features: u64,
     /// The engine's end of the control socket.
     pub control: Number,
-    /// Where it maps which region.
+    /// Where the process maps which region.
     pub spans: Vec<(Span, u32)>,
 }
 
@@ -134,7 +132,7 @@ impl Message for Kept {
 }
 
 impl Kept {
-    /// All descriptors in it.
+    /// The numbers of all descriptors in this record.
     pub fn numbers(&self) -> Vec<Number> {
         let mut all = vec![self.lock, self.attach, self.api, self.engine.pidfd, self.engine.socket];
         all.extend(self.zombies.iter().map(|(_, pidfd)| pidfd));
@@ -153,7 +151,7 @@ impl Kept {
         all
     }
 
-    /// Writes it to a new memfd.
+    /// Writes this record to a new memfd.
     pub fn write(&self) -> io::Result<OwnedFd> {
         let fd = memfd::create("ballast-kept", Bytes(0))?;
         let file = File::from(fd);
@@ -161,13 +159,13 @@ impl Kept {
         Ok(file.into())
     }
 
-    /// Reads it from a memfd.
+    /// Reads a record from a memfd.
     ///
     /// # Errors
     /// The file cannot be read, is not a keeper's record, or has a version that this program cannot read.
     pub fn read(file: impl AsFd) -> io::Result<Self> {
         let invalid = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
-        // Another program wrote it and has ended: it may contain anything.
+        // The program that wrote the record has ended: the record may contain anything.
         let size = usize::try_from(memfd::size(&file)?.0).unwrap_or(usize::MAX);
         if size > LONGEST {
             return Err(io::Error::new(io::ErrorKind::InvalidData, format!("it has {size} bytes")));

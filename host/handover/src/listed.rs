@@ -8,12 +8,12 @@ use crate::state_file::StateFile;
 use crate::threads::{Fenced, Listed};
 
 impl StateFile {
-    /// Lists this thread while it works for the VM. Does not return if a keeper has killed the engine.
+    /// Lists this thread until the guard is dropped. Does not return if a keeper has killed the engine.
     pub fn list_thread(&self) -> Listed<'_> {
         self.thread_list().add_this(self.own_tag())
     }
 
-    /// Removes this thread from the list without its guard.
+    /// Removes this thread from the list, without its guard.
     pub fn unlist_thread(&self) {
         self.thread_list().remove_this();
     }
@@ -24,8 +24,8 @@ impl StateFile {
         self.thread_list().add(thread, self.own_tag())
     }
 
-    /// The threads of this engine that may work for the VM, including ended ones; `None` if unknown. The engine must
-    /// have been killed, so that it begins nothing more for this VM.
+    /// The threads of this engine that may work for the VM, including ended threads; `None` if unknown. The engine must
+    /// already be killed, so that no thread of it is added later.
     pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
         self.thread_list().fence(pid, start_time)
     }
@@ -37,7 +37,7 @@ impl StateFile {
         self.thread_list().beside(self.own_tag(), work)
     }
 
-    /// Whether this thread waits in such a function.
+    /// Whether this thread waits in a function that [`Self::beside`] runs.
     pub fn is_beside(&self, thread: u32) -> bool {
         self.thread_list().is_beside(thread)
     }

@@ -1,15 +1,14 @@
-//! Finds processes that map a VM's RAM. A process that does, but has not attached, bypasses our userfaultfd: it would
-//! read zeros where pages are far. A VM with such a process is not reclaimed until that attaches or ends.
+//! Finds processes that map a VM's RAM. A process that maps it, but has not attached, bypasses our userfaultfd: it
+//! would read zeros where pages are far. No page of the VM is reclaimed until that process attaches or ends.
 //!
 //! Before: a VM attached, or a limit was set. After: it is known which processes map which file, and which could not be
 //! examined.
 //! Threads: the engine's scan for foreign mappers, and the keeper's search; never a thread that takes orders, clients
 //! or requests, because a read of another process's `/proc/PID/maps` takes its `mmap_lock`, which a stuck process may
 //! hold forever.
-//! Promise: a scan ends. A process that cannot be examined is skipped and named; what it was known to map still counts.
-//! A scan that fails says so, and nobody takes it for one that
-//! found nothing. A process that has not run since the last scan still has the same map and is not read again, so the
-//! cost of a scan depends on the processes that ran since.
+//! Promise: a scan ends. A process that cannot be examined is skipped and named; its last known maps still count. A
+//! scan that fails says so, and nobody takes it for a scan that found nothing. A process that has not run since the
+//! last scan has an unchanged map and is not read again, so the cost of a scan depends on the processes that ran since.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -26,13 +25,13 @@ pub use crate::maps::Mapped;
 use crate::maps::mapped;
 use crate::places::Places;
 
-/// Wait for one process. A slower one is skipped until its read is done.
+/// Longest wait for one process. A slower one is skipped until its read is done.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time between the two reads of a suspect. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
-/// some milliseconds.
+/// Time between the two reads of a suspect. A child of the VMM between `vfork` and `exec` maps everything that its
+/// parent maps, for some milliseconds.
 const SECOND_SCAN: Duration = Duration::from_millis(500);
 
-/// Processes whose maps could not be read in time. Each has one thread, which still waits and then removes it here.
+/// Processes whose maps could not be read in time. For each, a thread still waits, and then removes the process here.
 pub(crate) static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 
 /// The result of a scan.
@@ -42,7 +41,7 @@ pub struct Scan {
     pub mapping: HashMap<Process, Mapped>,
     /// Processes that could not be read in time.
     pub unreadable: Vec<Process>,
-    /// A resource for the scan was short (descriptors, memory, a thread): mapping processes may be missing here.
+    /// The scan lacked a resource (descriptors, memory, a thread): processes may be missing here.
     pub failed: bool,
 }
 
@@ -55,24 +54,23 @@ pub struct Processes {
     known: HashMap<u32, Known>,
 }
 
-/// A process at the time when its map was read.
 #[derive(Debug)]
 struct Known {
-    /// The inode of its directory in `/proc`, which tells it from another process with its pid.
+    /// The inode of its directory in `/proc`, which distinguishes it from a later process with the same pid.
     entry: u64,
-    /// Its CPU time before its map was read. A map changes only while its process runs. The time of a running thread
-    /// may be charged later, as if it had mapped something right after the scan: the next scan sees it.
+    /// Its CPU time before its map was read. A map changes only while its process runs. The kernel may charge the time
+    /// of a running thread later, as if the process had mapped something right after the scan: the next scan sees it.
     ran: Duration,
-    /// Files in memory that it maps; `None` for most processes.
+    /// Files in memory that it maps; `None` if it maps none of them, as most processes.
     files: Option<(Process, Mapped)>,
 }
 
-/// The places where each process is served. A process that is not here is served nowhere.
+/// The places where each process is served. A process without an entry is served nowhere.
 pub type Announced = Arc<HashMap<u32, Places>>;
 
 impl Processes {
     /// Scans all processes. Processes that we may not read, or that end during the scan, are skipped. The scan has
-    /// failed if another could not be read for another reason (no descriptors, say), or if `/proc` could not.
+    /// failed if any other process could not be read (for lack of descriptors, say), or if `/proc` could not.
     pub fn scan(&mut self, files: &HashSet<FileId>, announced: &Announced) -> Scan {
         // A process may have announced other places since it was last read.
         for pid in announced.keys() {
@@ -93,7 +91,7 @@ impl Processes {
 
     pub(crate) fn scan_these(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Scan {
         let mut before = std::mem::take(&mut self.known);
-        // The CPU time is read before the map, so that the next scan sees a change in between.
+        // The CPU time is read before the map, so that the next scan notices a change in between.
         let mut changed = HashMap::new();
         for (pid, entry) in entries {
             let ran = clock::process_time(pid);
@@ -105,7 +103,8 @@ impl Processes {
         let pids = changed.keys().copied().collect();
         let Scan { mut mapping, unreadable, failed } = scan_these(pids, read, READ_TIMEOUT);
         for pid in unreadable.iter().map(|process| &process.pid) {
-            // Its last known maps still count. Its CPU time then is not that of these maps, so it is read again.
+            // Its last known maps still count. The process is read again, because its CPU time is now newer than these
+            // maps.
             let known = changed.remove(pid).and_then(|(_, _, known)| known);
             self.known.extend(known.map(|known| (*pid, known)));
         }
@@ -119,7 +118,7 @@ impl Processes {
             let files = found.remove(&pid);
             self.known.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
         }
-        // Files of a process that ended at once, or has no clock, count, but it is not remembered.
+        // The files of a process that ended at once, or has no clock, count, but it is not remembered.
         mapping.extend(found.into_values());
         mapping.extend(self.known.values().filter_map(|known| known.files.clone()));
         mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
@@ -127,7 +126,7 @@ impl Processes {
         Scan { mapping, unreadable, failed }
     }
 
-    /// As if each process had run.
+    /// Makes the next scan read each process.
     #[cfg(test)]
     pub(crate) fn forget_times(&mut self) {
         self.known.values_mut().for_each(|known| known.ran = Duration::MAX);
@@ -139,7 +138,7 @@ pub fn scan(files: &HashSet<FileId>) -> Scan {
     Processes::default().scan(files, &Announced::default())
 }
 
-/// The pids of all processes, and the inodes of their directories.
+/// The pids of all processes, and the inodes of their directories in `/proc`.
 pub(crate) fn entries() -> io::Result<Vec<(u32, u64)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
@@ -150,8 +149,8 @@ pub(crate) fn entries() -> io::Result<Vec<(u32, u64)>> {
 }
 
 /// A scan, with a second read of those processes that are outside `known`: only a process seen twice is a foreign
-/// mapper. A process in the address space of one of `attached` (a child that QEMU keeps to tear its memory down) is
-/// none, because its touches fault through the same userfaultfds.
+/// mapper. A process in the address space of one of `attached` (a child that QEMU keeps to tear its memory down) is no
+/// foreign mapper, because its touches fault through the same userfaultfds.
 pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
@@ -163,7 +162,7 @@ pub fn foreign_mappers(
     let announced = announced.clone();
     let again = |suspects| {
         std::thread::sleep(SECOND_SCAN);
-        // If the kernel cannot tell, it stays suspect.
+        // If the kernel cannot tell, the process stays suspect.
         let read = move |pid| {
             let is_same = |other: &u32| *other != pid && kcmp::same_memory(*other, pid).unwrap_or(false);
             if attached.iter().any(is_same) {
@@ -181,7 +180,8 @@ fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl F
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
         let second = again(mapping.keys().map(|process| process.pid).collect());
-        // By process, because the pid may be another process's by now. One that can no longer be read stays suspect.
+        // By process, because another process may have the pid by now. A process that can no longer be read stays
+        // suspect.
         let maps = |process: &Process| second.mapping.get(process).is_some_and(|files| !known(process, files));
         let is_there = |process: &Process| maps(process) || second.unreadable.contains(process);
         failed |= second.failed;
@@ -190,7 +190,7 @@ fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl F
     Scan { mapping, unreadable, failed }
 }
 
-/// If descriptors are short, many processes cannot be examined: only the first failure of a scan is logged.
+/// Logs only the first failure of a scan: if descriptors are short, many processes cannot be examined.
 fn say_first(failed: bool, pid: u32, what: &str, error: &io::Error) {
     if !failed {
         tracing::warn!(pid, "{what}: {error}");
@@ -201,7 +201,6 @@ fn find(pid: u32) -> Option<Process> {
     Process::find(pid).ok().flatten()
 }
 
-/// One thread reads process after process, and sends what it has read.
 fn read_each(pids: Vec<u32>, read: Arc<Read>) -> io::Result<mpsc::Receiver<io::Result<Mapped>>> {
     let (answer, answers) = mpsc::channel();
     let is_urgent = priority::runs_first();
@@ -210,10 +209,10 @@ fn read_each(pids: Vec<u32>, read: Arc<Read>) -> io::Result<mpsc::Receiver<io::R
         for pid in pids {
             let process = find(pid);
             let found = read(pid);
-            // All under the lock, so that a caller that gave up on this process finds the answer, or it is removed
-            // from the list.
+            // Answer and list change under the same lock: a caller that gave up on this process either finds the
+            // answer, or the process is removed from the list.
             let mut stuck = STUCK.locked();
-            // The answer itself is dropped, because the process may have mapped more since.
+            // A late answer is dropped, because the process may have mapped more since.
             process.iter().for_each(|process| _ = stuck.remove(process));
             if answer.send(found).is_err() {
                 return;
@@ -224,13 +223,12 @@ fn read_each(pids: Vec<u32>, read: Arc<Read>) -> io::Result<mpsc::Receiver<io::R
     Ok(answers)
 }
 
-/// If the thread that reads hangs, a new one reads the rest.
+/// Reads these processes. If the thread that reads hangs, a new one reads the rest.
 pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
     let mut scan = Scan::default();
-    // Without a name, a process cannot be in the result.
     let named = |pid, scan: &mut Scan| {
         Process::find(pid).unwrap_or_else(|error| {
-            // A process that we may not read is skipped, like its map.
+            // A process that we may not read is skipped, as its map would be.
             if error.kind() != io::ErrorKind::PermissionDenied {
                 say_first(scan.failed, pid, "Looking for this process", &error);
                 scan.failed = true;
@@ -300,7 +298,6 @@ pub(crate) mod tests {
     use ballast_sys::file_ranges::FileRanges;
     use ballast_sys::{Mapping, memfd};
 
-    /// A process that does not run.
     pub(crate) fn stopped() -> std::process::Child {
         use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
         let child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");

@@ -1,6 +1,6 @@
-//! The files in memory that a process maps, and the files that it has open, from `/proc`.
+//! The files in memory that a process maps, and those that it has open, from `/proc`.
 //!
-//! Before: `mappers` chose a process. After: parts of files, by the device and inode that the kernel states.
+//! Before: `mappers` chose a process. After: the parts of files, by the device and inode that the kernel states.
 //! Threads: those of `mappers` that may hang, because a read of a map takes the `mmap_lock` of that process.
 //! Promise: a process that has ended, or that we may not read, has nothing; any other failure is an error.
 
@@ -21,9 +21,8 @@ fn names(file: FileId, path: &str) -> io::Result<bool> {
     Ok((FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino }) == file)
 }
 
-/// The files among these that the process has open. The kernel states the inode number of a descriptor without a call
-/// to the file system, which may not respond. Only a file with a matching number is queried, in a way that does not
-/// wait.
+/// Those of `files` that the process has open. The kernel states the inode number of a descriptor without a call to the
+/// file system, which may not respond. Only a file with a matching number is queried, in a way that does not wait.
 pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
     let mut found = HashSet::new();
     let there = passing_over(std::fs::read_dir(format!("/proc/{pid}/fdinfo")))?;
@@ -32,7 +31,7 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<Fi
         let info = match std::fs::read(descriptor.path()) {
             Ok(info) => String::from_utf8_lossy(&info).into_owned(),
             Err(error) if is_ours(&error) => return Err(error),
-            // It was closed, or its driver does not say.
+            // The descriptor was closed, or its driver does not state a number.
             Err(_) => continue,
         };
         let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
@@ -45,7 +44,7 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<Fi
     Ok(found)
 }
 
-/// Whether this process lacks a resource.
+/// Whether the cause is that this process, the reader, lacks a resource.
 fn is_ours(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let ours = [Errno::MFILE, Errno::NFILE, Errno::NOMEM].map(|errno| Some(errno.raw_os_error()));
@@ -58,34 +57,33 @@ fn passing_over<T>(read: io::Result<T>) -> io::Result<Option<T>> {
     match read {
         Ok(found) => Ok(Some(found)),
         Err(error) if matches!(error.kind(), NotFound | PermissionDenied) => Ok(None),
-        // It ended during the read.
+        // The process ended during the read.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Most parts of one file that one process maps; beyond that, everything from the first to the last counts as mapped.
+/// Most parts of one file that one process maps; beyond that, all bytes from the first to the last count as mapped.
 const MOST_PARTS: usize = 1024;
 
 /// The parts of files in memory that one process maps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mapped {
-    /// All of them.
+    /// All parts that it maps.
     pub files: FileRanges,
-    /// Those that it maps elsewhere than it has announced; empty for a process that has announced nothing.
+    /// Parts that it maps at other addresses than it has announced; empty for a process that has announced nothing.
     pub elsewhere: FileRanges,
 }
 
 impl Mapped {
-    /// Keeps only the parts of these files.
     pub(crate) fn retain(&mut self, keep: impl Fn(FileId) -> bool) {
         self.files.retain(&keep);
         self.elsewhere.retain(keep);
     }
 }
 
-/// What the process maps, if it has announced these places. A VM's RAM is a memfd, or a file in tmpfs or hugetlbfs,
-/// none of which is on a block device. (Neither are some other files, which do no harm here.)
+/// The files that the process maps; `places` are those that it has announced. A VM's RAM is a memfd, or a file in tmpfs
+/// or hugetlbfs, and none of these is on a block device. (Some other files are not either; they do no harm here.)
 pub(crate) fn mapped(pid: u32, places: Option<&Places>) -> io::Result<Mapped> {
     let read = || -> io::Result<Mapped> {
         let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);

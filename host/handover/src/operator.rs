@@ -1,6 +1,6 @@
-//! The settings of a VM by the operator and the governor, in its state file, where they outlive engines.
+//! A VM's settings by the operator and the governor, in its state file, where they outlive engines.
 //!
-//! Before: the keeper writes the limit with which a VM attached; the API and the governor change these. After: the
+//! Before: the keeper writes the limit with which a VM attached; the API and the governor change settings. After: the
 //! reclaim worker reads them in its next round, and so does the next engine.
 //! Threads: any; each word is one atomic.
 
@@ -22,7 +22,7 @@ impl StateFile {
         self.remember();
     }
 
-    /// The governor's limit. The lower of both holds.
+    /// The governor's limit. The lower of this and [`Self::limit`] holds.
     pub fn target(&self) -> Option<Bytes> {
         Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
     }

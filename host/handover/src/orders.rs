@@ -1,13 +1,13 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
-//! Before: one of them sends a message. After: the other one obeys; an order with a number gets a reply.
+//! Before: keeper or engine sends a message. After: the other process obeys; an order with a number gets a reply.
 //! Threads: the keeper's one, and the engine's first. Units: in the field names.
-//! Promise: a message that the reader cannot read but must not ignore is refused by name; other unknown messages are
+//! Promise: a message that the reader cannot decode but must not ignore is refused by name; other unknown messages are
 //! skipped. The bytes of each message are those of `FORMAT`'s version, which a test compares.
 //!
-//! Framed like the client's messages (`base::format`), with their own versions: the engine is started from the file of
-//! the keeper, from its replacement, or from the program that an operator named for an upgrade. An engine that cannot
-//! read its first order says so and ends; a restart of the keeper helps.
+//! Framed like the client's messages (`base::format`), but with versions of their own: the engine is started from the
+//! keeper's file, from its replacement, or from the program that an operator named for an upgrade. An engine that
+//! cannot read its first order says so and ends; a restart of the keeper helps.
 #![expect(missing_docs, reason = "most fields are a VM, a process, or the number of the order")]
 
 use ballast_base::Hva;
@@ -27,13 +27,12 @@ pub struct Begin {
     pub keeper_pid: u32,
     /// Number of engines that died before this one.
     pub restarts: u64,
-    /// Start of the keeper.
     pub since_unix_s: u64,
-    /// In the engine's own format: the keeper passes them on.
+    /// In the engine's own format, which the keeper does not read.
     pub settings: Vec<u8>,
 }
 
-/// Keeper to engine. With `seq`, the order is answered by a [`Report`] with that number.
+/// Keeper to engine. An order with `seq` is answered by a [`Report`] with that number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Order {
     /// The first order. Descriptor: the listening API socket.
@@ -48,15 +47,13 @@ pub enum Order {
         pinned: Option<String>,
         /// See [`ballast_base::wire::Attach::may_pin`].
         may_pin: bool,
-        /// Number of files of each store.
         stores: Vec<StoreFiles>,
-        /// Number of RAM files.
         files: u8,
-        /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): only serve faults,
-        /// too, until [`Order::Alone`], and repair nothing.
+        /// Another engine serves the faults of this VM, and does nothing else for it ([`Order::ServeFaults`]): only
+        /// serve faults, too, until [`Order::Alone`], and repair nothing.
         beside: bool,
-        /// Number of regions in the state file. It may have more by the time the order is read; those come with
-        /// [`Order::AddRegion`].
+        /// Number of regions in the state file. The file may have more when the engine reads this order; those come
+        /// with [`Order::AddRegion`].
         regions: u32,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
@@ -64,46 +61,43 @@ pub enum Order {
         vm: VmId,
         pid: u32,
         uffd_features: u64,
-        /// Where it maps which region.
         spans: Vec<(Span, u32)>,
-        /// Since when no engine serves it, on the monotonic clock.
+        /// Since when no engine serves this process, on the monotonic clock.
         unserved_since_ns: Option<u64>,
     },
     /// RAM was hot-plugged. Descriptors: its files.
     AddRegion {
         vm: VmId,
-        /// The process that told us.
+        /// The process that announced the region.
         pid: u32,
-        /// Where that maps it; `None` if that comes with its view.
+        /// Where that process maps the region; `None` if that comes with its view.
         span: Option<Span>,
-        /// The region.
         number: u32,
-        /// Number of files.
         files: u8,
     },
     /// RAM is about to be unplugged. Answered by [`Report::Done`].
     RemoveRegion {
         seq: u64,
         vm: VmId,
-        /// The process that told us.
+        /// The process that announced the removal.
         pid: u32,
-        /// Where that maps it.
+        /// Where that process maps the region.
         hva: Hva,
-        /// The region, if the keeper knows it. [`Order::AddView`] may come without it.
+        /// The region, if the keeper knows it. It may not know it, because [`Order::AddView`] may come without it.
         region: Option<u32>,
     },
-    /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are: a VMM that is about to pin its
-    /// memory must find no page far or in transit.
+    /// Keep all pages resident from now on. Answered by [`Report::Done`] when all are resident: a VMM that is about to
+    /// pin its memory must find no page far or in transit.
     Pin { seq: u64, vm: VmId, reason: String },
-    /// From now on memory of the VM may be pinned for a while. Answered by [`Report::Done`].
+    /// From now on the VM's memory may be pinned for a while. Answered by [`Report::Done`].
     MayPin { seq: u64, vm: VmId },
     /// Answered by [`Report::Done`] when this process can touch these regions: its faults there are served, or, if that
-    /// is impossible, each page of the VM is resident and stays.
+    /// is impossible, each page of the VM is resident and stays resident.
     Reach { seq: u64, vm: VmId, pid: u32, regions: Vec<u32> },
     /// A process of the VM is gone.
     RemoveView { vm: VmId, pid: u32 },
-    /// No process of the VM is left. If some process can still reach a RAM file, its far pages are written back to it.
-    /// Answered by [`Report::Done`] when that is done and nothing of the VM is open here.
+    /// No process of the VM is left. If some process can still reach a RAM file, the file's far pages are written back
+    /// to it. Answered by [`Report::Done`] when that is done and nothing of the VM is open in this engine.
     CloseVm { seq: u64, vm: VmId },
     /// Make a file store for a VM that has none. Answered by [`Report::Made`].
     MakeFileStore { seq: u64 },
@@ -113,35 +107,31 @@ pub enum Order {
     Ping,
     /// An entry for the event list.
     Note {
-        /// The VM's name.
         vm: Option<String>,
-        /// The event's name.
         kind: String,
         /// One sentence.
         message: String,
     },
-    /// Check whether this engine could serve this VM, and change nothing: another one serves it. Descriptors as for
-    /// [`Order::OpenVm`]. Answered by [`Report::Done`].
+    /// Check whether this engine could serve this VM, which another engine serves, and change nothing. Descriptors as
+    /// for [`Order::OpenVm`]. Answered by [`Report::Done`].
     CheckVm {
         seq: u64,
         vm: VmId,
-        /// Number of files of each store.
         stores: Vec<StoreFiles>,
         /// Number of RAM files.
         files: u8,
-        /// Number of regions in the state file.
         regions: u32,
     },
-    /// Decide nothing more for the host, and answer no requests: VMs are about to move from this engine or to it.
+    /// Make no more decisions for the host, and answer no requests: VMs are about to move from this engine or to it.
     /// Complete current operations. Answered by [`Report::Done`], after [`Report::Past`].
     Rest { seq: u64 },
-    /// Decide and answer again, as soon as earlier orders are done.
+    /// Decide for the host and answer requests again, as soon as earlier orders are done.
     Resume,
-    /// Another engine will serve this VM: complete current operations, and close it. Answered by [`Report::Done`] when
-    /// this engine can no longer change anything of it.
+    /// Another engine will serve this VM: complete current operations, and close the VM. Answered by [`Report::Done`]
+    /// when this engine can no longer change anything of it.
     HandOver { seq: u64, vm: VmId },
-    /// Answered by [`Report::Done`] when earlier orders about this VM are done, with the reason if the VM is not open
-    /// and served.
+    /// Answered by [`Report::Done`] when earlier orders for this VM are done; with an error if the VM is not open and
+    /// served.
     Tell { seq: u64, vm: VmId },
     /// Another engine serves all VMs: end.
     Leave,
@@ -151,21 +141,21 @@ pub enum Order {
     Upgrading(Upgrading),
     /// The result of [`Report::Upgrade`].
     Asked {
-        /// From the report.
+        /// The number in the report.
         ask: u64,
-        /// Why there is none.
+        /// An error is the reason why there is no upgrade.
         result: Result<(), Failure>,
     },
     /// Only serve this VM's faults from now on: another engine is about to serve it, too, and then to take it over.
-    /// Answered by [`Report::Done`]; with an error if that is impossible, although the restriction may then hold as
-    /// well. [`Order::HandOver`] follows.
+    /// Answered by [`Report::Done`]. If the reply is an error, the VM may be restricted to its faults all the same.
+    /// [`Order::HandOver`] follows.
     ServeFaults { seq: u64, vm: VmId },
     /// The engine that served this VM beside this one has closed it.
     Alone { vm: VmId },
 }
 
 impl Order {
-    /// Gives another number to an order for which a client waits.
+    /// Renumbers an order for which a client waits.
     pub fn number(&mut self, number: u64) {
         if let Self::RemoveRegion { seq, .. }
         | Self::Pin { seq, .. }
@@ -227,12 +217,12 @@ pub enum Report {
     Past(Vec<u8>),
     /// An operator wants an engine of this program. Answered by [`Order::Asked`].
     Upgrade {
-        /// Repeated in the answer.
+        /// Number of the request, which the answer repeats.
         ask: u64,
-        /// Empty: the program that engines are started from.
+        /// Path of the program; if empty, the one that engines are started from.
         program: String,
     },
-    /// The engine lacked descriptors, memory or a thread to serve all of this VM: it must be opened again.
+    /// The engine lacked descriptors, memory or a thread to serve all of this VM: the VM must be opened again.
     Lost(VmId),
 }
 

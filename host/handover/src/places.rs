@@ -1,7 +1,7 @@
-//! The places where a process is served: the bytes of files that it maps at which addresses, as announced.
+//! The places where a process is served: which bytes of which files it maps at which addresses, as it announced.
 //!
-//! Before: the engine has its views. After: a line of its memory map is in place, or elsewhere, where its touches raise
-//! no faults that the engine serves.
+//! Before: the engine has its views. After: it knows whether a line of the process's memory map is in place, or
+//! elsewhere, where touches raise no faults that the engine serves.
 //! Threads: any; a plain value. Units: bytes; addresses of the process.
 
 use ballast_sys::memfd::FileId;
@@ -20,7 +20,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// A part of this mapping as file, first byte, and the byte after the last one.
+    /// A part of this mapping: file, first byte, and the byte after the last one.
     fn part(&self, start: u64, end: u64) -> (FileId, u64, u64) {
         let offset = |address: u64| self.offset.saturating_add(address - self.start);
         (self.file, offset(start), offset(end))
@@ -50,7 +50,7 @@ impl Places {
         self.0.iter().copied()
     }
 
-    /// The parts of this mapping that are elsewhere: file, first byte, and the byte after the last one.
+    /// The parts of this mapping that are in no place: file, first byte, and the byte after the last one.
     pub fn elsewhere(&self, mapping: &Place) -> Vec<(FileId, u64, u64)> {
         let first = self.0.partition_point(|place| place.end <= mapping.start);
         let (mut rest, mut next) = (Vec::new(), mapping.start);

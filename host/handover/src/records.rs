@@ -72,7 +72,7 @@ impl RegionRecord {
         self.extents.list().iter().map(place)
     }
 
-    /// The record with the end in these words.
+    /// This record, with the region's end from these words.
     pub(crate) fn at_end(&self, words: &[AtomicU64]) -> Self {
         let end = words[END].load(Ordering::Acquire);
         Self { removed: end != 0, given_up: end == GIVEN_UP, ..self.clone() }

@@ -1,7 +1,7 @@
-//! The key of a VM's pages on other machines, in its state file: each engine of the VM gets it with the VM's
-//! descriptors, and no other process does.
+//! The key that seals a VM's pages on other machines, in the VM's state file: each engine of the VM gets it with the
+//! VM's descriptors, and no other process does.
 //!
-//! Before: an engine made one, for a VM whose pages will be sealed. After: each later engine has it.
+//! Before: an engine made the key, for a VM whose pages will be sealed. After: each later engine has it.
 //! Threads: the one that opens the VM. Units: words.
 //! Promise: a key is complete, or known to be damaged, or never existed.
 //!
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use crate::state_file::{SECRET_WORDS, StateFile};
 
-/// The generation from which it is used (0: there is no key), the key, a checksum.
+/// The generation from which the key is used (0: there is no key), the key, a checksum.
 const WORDS: usize = SECRET_WORDS;
 
 /// The key of a VM, if any.
@@ -41,7 +41,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// A sum that is not 0 for zeros, and that each change of one word changes.
+/// A checksum that is not 0 for zeros, and that each change of one word changes.
 fn checksum(since: u64, key: &[u64; 4]) -> u64 {
     key.iter()
         .chain([&since])

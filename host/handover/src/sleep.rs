@@ -1,6 +1,6 @@
-//! Finds threads in uninterruptible sleep, and the kernel function that they sleep in.
+//! Finds threads in uninterruptible sleep, and the kernel function in which each sleeps.
 //!
-//! Before: a VM waits for such a thread. After: an operator learns which thread it is, and which process of the VM
+//! Before: a VM waits for a thread. After: an operator learns which thread it is, and which process of the VM
 //! causes it.
 //! Threads: any; a read of these files takes no lock of the other process.
 //! Promise: a hint for people. Unreadable values are left out.
@@ -9,7 +9,7 @@ use std::fmt::Write;
 
 use rustix::path::Arg;
 
-/// Name of the event that a VM waits for such a thread.
+/// Name of the event that a VM waits for a thread in uninterruptible sleep.
 pub const STUCK: &str = "vm-stuck";
 
 /// A thread in uninterruptible sleep.
@@ -18,9 +18,9 @@ pub struct Sleeper {
     /// Its thread id.
     pub thread: u32,
     name: String,
-    /// The kernel function that it sleeps in, if we may know it.
+    /// The kernel function in which it sleeps; empty if we may not read that.
     at: String,
-    /// Its CPU time; while that does not change, it sleeps.
+    /// Its CPU time: while that does not change, the thread sleeps.
     pub ran_ns: u64,
 }
 
@@ -47,10 +47,8 @@ impl Sleeper {
     }
 }
 
-/// Text of the reason why a VM waits for these threads of an engine, as far as another process can tell. `views` are
-/// the VM's processes.
+/// Why a VM waits for these threads of an engine, as far as another process can tell. `views` are the VM's processes.
 pub fn reason(sleepers: &[Sleeper], engine: u32, views: &[u32]) -> String {
-    /// Most threads of a VMM that are named.
     const MOST: usize = 5;
     let mut text = format!("of engine {engine}");
     for sleeper in sleepers.iter().take(MOST) {

@@ -4,10 +4,10 @@
 //! engine maps it and continues where its predecessor was.
 //! Threads: the header is atomics; only the keeper adds regions, one at a time. Units: offsets are bytes from the start
 //! of the file.
-//! Promise: a file with a layout that this program cannot read, of another VM, or with impossible numbers is refused
-//! with the reason, unchanged. After a memory error, a page of it gets what is safe until recovery has examined it:
-//! flags and words that stand for lost ones ([`Lost`]), counters of zero, a list of threads that says "unknown", and as
-//! its first page the copy in this process.
+//! Promise: a file of another VM, with a layout that this program cannot read, or with impossible numbers is refused
+//! with the reason, unchanged. After a memory error, a lost page gets contents that are safe until recovery has
+//! examined it: flags and words that stand for lost ones ([`Lost`]), counters of zero, or a list of threads that says
+//! "unknown". The first page is replaced by this process's copy of it.
 //!
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
@@ -22,7 +22,7 @@
 //! of a region of several extents, their list, twice
 //! ```
 //!
-//! `ballast_base::format` says which versions read which: zero in a reserved word has no meaning.
+//! `ballast_base::format` says which versions read which. Zero in a reserved word has no meaning.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -46,7 +46,7 @@ mod regions;
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The versions of the layout of the file and of page-state words.
 pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 2 } else { 1 }, least_reader: 1, oldest: 1 };
-/// A build for tests, as successor and predecessor of this one: as if the next version had one more word.
+/// A build for tests, which can precede or follow this one: its layout is as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
 const SECRET_OFFSET: usize = 384;
@@ -125,9 +125,9 @@ pub struct StateFile {
     header: Arc<Surviving>,
     /// The first page, as this process last wrote or checked it.
     remembered: Arc<PageCopy>,
-    /// The engine that opened it, if this process is one ([`threads`]).
+    /// The tag of the engine that opened the file, if this process is one ([`threads`]).
     tag: AtomicU64,
-    /// Records that were read: only the end of a record changes.
+    /// Records that were read already: only the end of a record changes.
     records: Mutex<Vec<RegionRecord>>,
 }
 
@@ -159,10 +159,10 @@ impl StateFile {
     }
 
     /// Keeps a copy of the first page, for the case of a memory error. A program that has the file open calls this from
-    /// time to time, because other processes also write there.
+    /// time to time, because other processes also write to that page.
     pub fn remember(&self) {
         if self.get(Field::Magic) != MAGIC {
-            // Another process is just replacing it.
+            // Another process is just replacing the page.
             return;
         }
         let words = self.header.words(0, PAGE_SIZE / 8);
@@ -172,7 +172,7 @@ impl StateFile {
         }
     }
 
-    /// Maps an existing file, and checks all of it that is ever trusted.
+    /// Maps an existing file, and checks every part of it that is ever trusted.
     pub fn open(fd: OwnedFd) -> Result<Self, StateError> {
         let invalid = |what: String| Err(StateError::Invalid(what));
         let size = memfd::size(&fd)?.0;
@@ -271,7 +271,7 @@ impl StateFile {
         self.get(Field::Epoch)
     }
 
-    /// Changes the name, before an engine opens the file; cut to [`MAX_NAME`] bytes.
+    /// Changes the name, before an engine opens the file. The name is cut to [`MAX_NAME`] bytes.
     pub fn rename(&self, name: &str) {
         let mut padded = [0; MAX_NAME];
         let len = name.len().min(MAX_NAME);
@@ -285,22 +285,22 @@ impl StateFile {
     pub fn name_engine(&self, pid: u32, start_time: u64) {
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         match self.is_one_of_two(pid, start_time) {
-            // It may have threads of both, and of no other engine.
+            // The list may have threads of both engines, and of no other.
             true => self.thread_list().own(pid, start_time),
             false => self.thread_list().begin(pid, start_time),
         }
-        // If a keeper dies between the two, the pair names no engine, and the order was not given.
+        // A keeper that dies between the two words leaves a pair that names no engine, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
         self.forget_leaving();
         self.remember();
     }
 
-    /// Records that this engine serves the VM from now on; returns its epoch. `lost` is for pages that a dead engine
+    /// Records that this engine serves the VM from now on; returns its epoch. `lost` goes into pages that a dead engine
     /// had begun to replace.
     ///
     /// # Errors
-    /// An engine died while it replaced a lost part of the file, and that cannot be completed now.
+    /// An engine died while it replaced a lost part of the file, and that replacement cannot be completed now.
     pub fn take_over(&self, pid: u32, start_time: u64, lost: Lost) -> io::Result<u64> {
         self.finish_journal(lost)?;
         self.name_engine(pid, start_time);
@@ -318,7 +318,7 @@ impl StateFile {
         epoch
     }
 
-    /// Completes the replacement of lost pages that a dead engine had begun; otherwise words of zeros could remain,
+    /// Completes the replacement of lost pages that a dead engine had begun. Otherwise words of zeros could remain,
     /// which mean Resident.
     fn finish_journal(&self, lost: Lost) -> io::Result<()> {
         let Some((offset, len)) = memory_error::in_journal(self.get(Field::Journal)) else { return Ok(()) };
@@ -326,7 +326,7 @@ impl StateFile {
         for record in self.regions() {
             let table = record.table_offset..record.table_end();
             for page in pages.clone().filter(|page| table.contains(page)) {
-                // The engine may have died before this. To bad memory nothing can be written.
+                // The engine may have died before it punched the page, and bad memory cannot be written to.
                 memfd::punch(&*self.fd, page, PAGE_SIZE as u64)?;
                 let value = if page < record.words_at() { lost.flags } else { lost.word };
                 let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), PAGE_SIZE / 8).flatten().collect();
@@ -337,12 +337,12 @@ impl StateFile {
         Ok(())
     }
 
-    /// The identity of the cluster with the VM's pages on other machines; 0 if there is none.
+    /// The identity of the cluster that has the VM's pages on other machines; 0 if there is none.
     pub fn cluster(&self) -> u64 {
         self.get(Field::Cluster)
     }
 
-    /// Sets the identity of the cluster, unless there is one: another engine may do so at the same time.
+    /// Sets the identity of the cluster, unless one is set: another engine may set it at the same time.
     pub fn keep_cluster(&self, identity: u64) {
         let word = &self.words()[Field::Cluster as usize];
         if word.compare_exchange(0, identity, Ordering::AcqRel, Ordering::Acquire).is_ok() {
@@ -361,12 +361,11 @@ impl StateFile {
         self.header.lost()
     }
 
-    /// Losses that were not reported yet.
+    /// The losses that were not reported yet.
     pub fn losses(&self) -> Losses {
         self.header.losses()
     }
 
-    /// See `guest`.
     pub(crate) fn guest_words(&self) -> &[AtomicU64] {
         self.header.words(GUEST_OFFSET, GUEST_WORDS)
     }
@@ -384,7 +383,6 @@ impl StateFile {
         self.tag.store(threads::tag(pid, start_time), Ordering::Release);
     }
 
-    /// The engine's tag; 0 if it was not set.
     pub(crate) fn own_tag(&self) -> u64 {
         self.tag.load(Ordering::Acquire)
     }

@@ -7,8 +7,8 @@
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::{PAGE_SIZE, PageCount};
 
-/// The replacement of eight flags, or of a word, after a memory error. The engine sets it, because only it knows their
-/// meaning.
+/// The values that replace eight flags, or a word, after a memory error. The engine sets them, because only it knows
+/// their meaning.
 #[derive(Clone, Copy, Debug)]
 pub struct Lost {
     /// Eight flags.

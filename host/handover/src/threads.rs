@@ -1,17 +1,17 @@
 //! The threads of an engine that work for a VM, listed in the VM's state file, where a keeper can read them.
 //!
 //! Before: a thread of an engine is about to work for a VM. After: it is in the list while it does. A killed engine
-//! runs no more code, but a system call continues until it is done, which may be never: for example one that waits for
-//! the `mmap_lock` of a VMM, or for the disk of a file store. So another engine may have the VM when no thread of the
-//! list is left, and need not wait for threads that work for other VMs.
+//! runs no more code, but a system call continues until it is done, which may be never: for example a call that waits
+//! for the `mmap_lock` of a VMM, or for the disk of a file store. So another engine may have the VM when no thread of
+//! the list is left, and need not wait for threads that work for other VMs.
 //! Threads: any.
-//! Promise: the list that a keeper reads after it killed the engine has each thread that may still change the VM: its
+//! Promise: the list that a keeper reads after it killed the engine has each thread that may still change the VM's
 //! memory, its words or its stores.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Words of the list: its engine, the engine that a keeper has killed, whether there was no room for a thread; then
-/// thread ids, 0 for none.
+/// Words of the list: the tag of its engine, the tag of the engine that a keeper has killed, whether a thread found no
+/// room; then thread ids, 0 for none.
 const OF: usize = 0;
 const FENCED: usize = 1;
 const OVERFLOWN: usize = 2;
@@ -29,17 +29,16 @@ pub struct Listed<'a> {
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        // The entry may have been removed, and the slot be another thread's.
+        // Another thread may have the slot, if the entry was removed before.
         let own = |entry| (entry as u32 == self.thread).then_some(0);
         let _ = self.slot.map(|slot| slot.fetch_update(Ordering::AcqRel, Ordering::Relaxed, own));
     }
 }
 
-/// The error that a keeper has killed this engine.
+/// The error when a keeper has killed this engine.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fenced;
 
-/// Waits until this process ends.
 fn park() -> ! {
     loop {
         std::thread::park();
@@ -54,12 +53,11 @@ fn this_thread() -> u32 {
     NUMBER.with(|number| *number)
 }
 
-/// An engine in a word: pids have 22 bits, and start times in ticks fit 40 for centuries.
+/// An engine as one word: pids have 22 bits, and start times in ticks fit into 40 for centuries.
 pub(crate) fn tag(pid: u32, start_time: u64) -> u64 {
     u64::from(pid) << 40 | start_time & ((1 << 40) - 1)
 }
 
-/// The list, in the words of a state file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ThreadList<'a>(pub &'a [AtomicU64]);
 
@@ -69,7 +67,6 @@ impl<'a> ThreadList<'a> {
         self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| park())
     }
 
-    /// Removes the calling thread without its guard.
     pub fn remove_this(self) {
         let me = u64::from(this_thread());
         for slot in &self.0[FIRST..] {
@@ -77,7 +74,6 @@ impl<'a> ThreadList<'a> {
         }
     }
 
-    /// Adds a thread of the engine with this tag.
     pub fn add(self, thread: u32, own_tag: u64) -> Result<Listed<'a>, Fenced> {
         let words = self.0;
         let claim = |slot: &&AtomicU64| {
@@ -87,13 +83,12 @@ impl<'a> ThreadList<'a> {
         if slot.is_none() {
             words[OVERFLOWN].store(1, Ordering::SeqCst);
         }
-        // The keeper writes FENCED and then reads the list; this thread does both in the opposite order. So one of them
-        // sees the other's write.
+        // The keeper writes FENCED and then reads the list. This thread writes the list and then reads FENCED. So at
+        // least one of them sees the other's write.
         fence(Ordering::SeqCst);
         if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed { slot, thread }) }
     }
 
-    /// Whether a keeper has killed the engine with this tag.
     fn is_fenced(self, own_tag: u64) -> bool {
         let fenced = self.0[FENCED].load(Ordering::SeqCst);
         fenced != 0 && fenced == own_tag
@@ -117,15 +112,14 @@ impl<'a> ThreadList<'a> {
         done
     }
 
-    /// Whether each entry of this thread has the mark.
+    /// Whether each entry of this thread has the mark [`BESIDE`].
     pub fn is_beside(self, thread: u32) -> bool {
         let slots = self.0[FIRST..].iter().map(|slot| slot.load(Ordering::SeqCst));
         let mut its = slots.filter(|slot| *slot as u32 == thread).peekable();
         its.peek().is_some() && its.all(|slot| slot & BESIDE != 0)
     }
 
-    /// The threads of this engine that may work for the VM, including ended ones; `None` if unknown. The engine must
-    /// have been killed.
+    /// See [`StateFile::fence_threads`](crate::state_file::StateFile::fence_threads).
     pub fn fence(self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
         let words = self.0;
         words[FENCED].store(tag(pid, start_time), Ordering::SeqCst);
@@ -143,12 +137,12 @@ impl<'a> ThreadList<'a> {
         slots.filter(|thread| *thread != 0).collect()
     }
 
-    /// Two engines use the list: while neither owns it, the threads of both are unknown.
+    /// Two engines use the list from now on: while neither owns it, the threads of both are unknown.
     pub fn share(self) {
         self.0[OF].store(0, Ordering::SeqCst);
     }
 
-    /// One of the two is gone with its threads: the list belongs to this engine.
+    /// One of the two engines is gone with its threads: the list belongs to the other one.
     pub fn own(self, pid: u32, start_time: u64) {
         self.0[OF].store(tag(pid, start_time), Ordering::SeqCst);
     }
@@ -248,7 +242,7 @@ mod tests {
         let state = state();
         assert_eq!(state.fence_threads(10, 99), Some(vec![]));
         state.list(7).expect_err("fenced");
-        // This may be so late that another engine has the VM.
+        // Such a late call finds another engine in the file.
         state.name_engine(12, 100);
         state.list(7).expect_err("still that engine's thread");
         state.take_over(12, 100, LOST).expect("no journal");

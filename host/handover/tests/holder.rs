@@ -1,5 +1,5 @@
-//! Who can reach a file. This test has a process of its own: the child of a test beside it would have the file, too,
-//! until the child executes its program.
+//! Who can reach a file. This test has a process of its own: with others in the process, a child that one of them
+//! starts would have the file, too, until the child executes its program.
 
 use std::collections::HashSet;
 

@@ -1,8 +1,8 @@
 //! Admission: checks the descriptors of an attach, once.
 //!
-//! Before: the keeper decoded an [`Attach`]. After: descriptors with meanings, or a reason a person understands.
+//! Before: the keeper decoded an [`Attach`]. After: each descriptor has a meaning, or a person can read why not.
 //! Promise: no message of a client makes us map a file that the client could shrink under us, or use a descriptor of
-//! the wrong kind. The kind is checked only by calls that cannot wait; `fstat` on a file of a dead FUSE server would.
+//! the wrong kind. The kind is checked only by calls that cannot wait: `fstat` on a file of a dead FUSE server would.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -22,9 +22,8 @@ use ballast_sys::slow_fd::SlowFd;
 
 #[derive(Debug)]
 pub struct Admitted {
-    /// The userfaultfds, non-blocking, no two the same.
+    /// The userfaultfds, non-blocking and all different.
     pub uffds: Vec<SlowFd>,
-    /// The engine's end of the control socket.
     pub control: SlowFd,
     pub ram: Vec<Ram>,
     /// On resume: the client's escrow, reopened for writing.
@@ -38,11 +37,9 @@ pub struct Escrow {
     pub stores: Vec<Files>,
 }
 
-/// A region as a process maps it.
 #[derive(Debug)]
 pub struct Ram {
     pub span: Span,
-    /// Its guest-physical address, if known.
     pub guest_address: Option<u64>,
     pub extents: Extents,
     /// The files that extents name, each once.
@@ -50,13 +47,12 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Where its extents are: file, first byte, and the byte after the last one.
+    /// Its extents: file, first byte, and the byte after the last one.
     pub fn places(&self) -> impl Iterator<Item = (FileId, u64, u64)> + use<'_> {
         let place = |extent: &Extent| (self.files[usize::from(extent.file)].1, extent.offset.0, extent.end());
         self.extents.list().iter().map(place)
     }
 
-    /// The bytes of files that these regions have.
     pub fn ranges(all: &[Self]) -> FileRanges {
         all.iter().flat_map(Self::places).collect()
     }
@@ -92,23 +88,21 @@ pub fn admit(attach: &Attach, fds: Vec<SlowFd>) -> anyhow::Result<Admitted> {
 /// The largest region: 16 TiB, whose table takes 32 GiB of address space.
 const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
-/// A RAM file that was checked.
 struct RamFile {
     fd: Arc<SlowFd>,
     id: FileId,
-    /// Bytes of its pages.
     page: Bytes,
     size: Bytes,
 }
 
-/// Check the files of regions that [`ballast_base::wire::check_regions`] has accepted, and whose faults arrive through
+/// Checks the files of regions that [`ballast_base::wire::check_regions`] has accepted, and whose faults arrive through
 /// userfaultfds with these features.
 pub fn check_ram(regions: &[RegionInfo], fds: Vec<SlowFd>, uffd_features: u64) -> anyhow::Result<Vec<Ram>> {
     let files = fds.into_iter().enumerate().map(|(number, fd)| check_file(number, fd));
     let files = files.collect::<anyhow::Result<Vec<_>>>()?;
     let mut seen = HashMap::new();
     for (number, file) in files.iter().enumerate() {
-        // Two numbers of one file would hide that extents overlap.
+        // Two numbers for one file would hide that extents overlap.
         if let Some(other) = seen.insert(file.id, number) {
             bail!("RAM files {other} and {number} are the same file");
         }
@@ -153,8 +147,8 @@ fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> anyhow:
 }
 
 fn check_file(number: usize, fd: SlowFd) -> anyhow::Result<RamFile> {
-    // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system.
-    // After that the other calls are safe, too.
+    // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system. The
+    // later calls are safe for such files, too.
     if fcntl_get_seals(&fd).is_err() {
         bail!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)");
     }
@@ -173,7 +167,8 @@ fn check_uffds(fds: &[SlowFd]) -> anyhow::Result<()> {
     let mut seen = HashSet::new();
     for (index, fd) in fds.iter().enumerate() {
         check_uffd(index + 1, fd.as_fd())?;
-        // Each has an inode of its own since Linux 5.12. Two fault workers that read one would get each other's faults.
+        // Each has an inode of its own since Linux 5.12. Two fault workers that read one userfaultfd would get each
+        // other's faults.
         let id = memfd::file_id(fd).with_context(|| format!("Looking at userfaultfd {}", index + 1))?;
         if !seen.insert(id) {
             bail!("descriptor {} is a userfaultfd that came before", index + 1);
@@ -187,7 +182,8 @@ fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> anyhow::Result<()> {
     if target.as_os_str() != "anon_inode:[userfaultfd]" {
         bail!("descriptor {number} is {target:?}, not a userfaultfd");
     }
-    // A blocking one polls as an error, and a fault worker that reads it would never notice that it should stop.
+    // A blocking userfaultfd polls as an error, and a fault worker that reads it would never notice that it should
+    // stop.
     let nonblocking = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
     nonblocking.context("Making the userfaultfd non-blocking")
 }

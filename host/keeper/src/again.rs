@@ -1,10 +1,10 @@
-//! VMs for which the engine had too little of something that may be there later: it is given them again.
+//! VMs for which the engine lacked a resource that may be free later: the engine is given the VM again.
 //!
-//! Before: the engine has reported that it lacked descriptors, memory or a thread for a VM: a process is not served, or
-//! the VM is not open. After: the engine has closed the VM and is told all about it once more.
+//! Before: the engine has reported that it lacked descriptors, memory or a thread for a VM: one of its processes is not
+//! served, or the VM is not open. After: the engine has closed the VM and has all orders for it once more.
 //! Threads: the keeper's one.
-//! Promise: this goes on until the engine has all of the VM, so no process waits for a fault for ever; other VMs are
-//! not delayed.
+//! Promise: the keeper repeats this until the engine serves all of the VM, so no process waits for a fault for ever;
+//! other VMs are not delayed.
 
 use std::time::{Duration, Instant};
 
@@ -18,22 +18,21 @@ use crate::waiting::UNASKED;
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 
 impl Keeper {
-    /// This engine lacked something for this VM.
+    /// This engine has reported that it lacked a resource for this VM.
     pub(crate) fn lost(&mut self, who: Who, vm: VmId) {
-        // It says so for each of the VM's orders.
+        // The engine reports it for each of the VM's orders.
         if self.vms.get_mut(vm).is_some_and(|vm| vm.place.lacks(who, Instant::now())) {
             tracing::warn!(%vm, "the engine lacks something for this VM, and is given it again");
         }
     }
 
-    /// Have each of those VMs tried at once: the keeper is to become another program, which knows nothing of what the
-    /// engine lacks.
+    /// Makes each of those VMs due at once: the keeper will become another program, which does not know what the engine
+    /// lacks.
     pub(crate) fn try_lost_now(&mut self) {
         self.vms.iter_mut().for_each(|vm| vm.place.try_now());
     }
 
-    /// Have the engine open those VMs again that it could not serve whole a while ago. Returns how soon to check again,
-    /// if there are others.
+    /// Has the engine open again the VMs that are due. Returns how soon to check again, if others are waiting.
     pub(crate) fn tend_lost(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let due: Vec<_> = self.vms.iter_mut().filter_map(|vm| Some((vm.place.try_again(now)?, vm.id()))).collect();

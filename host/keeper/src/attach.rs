@@ -1,9 +1,9 @@
 //! Attach: a process's RAM becomes a VM, one more view of a VM, or a VM that existed before (`resume`).
 //!
-//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client has
-//! its reply: a client that joins a VM when its faults are served.
+//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has its orders, and the client its
+//! reply. A client that joins a VM gets the reply when its faults are served.
 //! Threads: the keeper's one.
-//! Promise: its id identifies a VM. A resumed VM gets its words back even if another VM has taken its name, and
+//! Promise: the id alone identifies a VM. A resumed VM gets its words back even if another VM has taken its name, and
 //! whichever of its processes comes first.
 
 use std::collections::HashSet;
@@ -31,7 +31,6 @@ use crate::vms::Vm;
 use crate::waiting::{Made, UNASKED};
 use ballast_sys::slow_fd::SlowFd;
 
-/// Where a process maps which region, by the region's number.
 type Spans = Vec<(Span, u32)>;
 
 impl Keeper {
@@ -43,7 +42,7 @@ impl Keeper {
             bail!("this process is being attached");
         }
         let admitted = admit::admit(attach, fds)?;
-        // From here on they are read by people.
+        // From here on, people read these texts.
         let attach = &Attach { vmm: ascii(&attach.vmm), pinned: attach.pinned.as_deref().map(ascii), ..attach.clone() };
         let is_file = |files: &Files| files.store() == FILE_STORE;
         let has_file = admitted.resumed.as_ref().is_some_and(|escrow| escrow.stores.iter().any(is_file));
@@ -59,7 +58,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// The VM that this process of this user is, or becomes, a part of.
+    /// The VM that this process of this user belongs to, or resumes.
     pub(crate) fn known(&self, attach: &Attach, uid: u32, ram: &[Ram]) -> anyhow::Result<Option<VmId>> {
         if let Some(id) = attach.resume {
             return Ok(self.vms.get(id).map(Vm::id));
@@ -73,7 +72,8 @@ impl Keeper {
         Ok(Some(vm.id()))
     }
 
-    /// The rest of it: a VM that is new to this keeper gets this file store, or a note of why it has none.
+    /// The second part of an attach: a VM that is new to this keeper gets this file store, or a note of why it has
+    /// none.
     pub(crate) fn attach_with(
         &mut self,
         key: u64,
@@ -114,14 +114,13 @@ impl Keeper {
         Ok(())
     }
 
-    /// Why a process must wait with this RAM, if it must.
     fn must_wait_to_attach(&self, resume: Option<VmId>, resumed: Option<&Escrow>, ram: &[Ram]) -> Option<String> {
         let is_known = resume.is_some_and(|id| self.vms.get(id).is_some());
         self.vms.must_wait(resume, ram).or_else(|| self.must_wait_for_engine(resumed.filter(|_| !is_known)?))
     }
 
-    /// A VM is new to this keeper: it was brought back, or no keeper has seen it before. Returns where its process maps
-    /// which region, and the escrow.
+    /// Admits a VM that is new to this keeper, because it was brought back, or because no keeper has seen it before.
+    /// Returns where its process maps which region, and the escrow.
     fn admit_vm(
         &mut self,
         attach: &Attach,
@@ -141,7 +140,7 @@ impl Keeper {
         match file_store {
             Some(Ok(_)) if vm.held.stores().iter().any(|files| files.store() == FILE_STORE) => {}
             Some(Ok(files)) => vm.held.add_store(Files::file(files)),
-            // It is served all the same.
+            // The VM is served without a file store.
             Some(Err(error)) => {
                 let name = vm.name();
                 let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
@@ -149,16 +148,16 @@ impl Keeper {
             }
             None => {}
         }
-        // Before any engine serves it: without escrow it could not come back after this keeper's death.
+        // Before any engine serves the VM: without escrow it could not come back after this keeper's death.
         let escrow = vm.held.escrow()?;
         let spans = vm.held.number(ram, true, &mut Vec::new())?;
         let id = vm.id();
-        // Only now: until then the engine may write back, and no other process may have the file.
+        // Not earlier: until now the engine may write back, and no other process may have the file.
         self.vms.add(vm);
         Ok((id, spans, escrow))
     }
 
-    /// This process is to be one more view of a VM. Returns where it maps which region.
+    /// Makes this process one more view of a VM. Returns where it maps which region.
     fn join(&mut self, id: VmId, pid: u32, resumed: Option<&Escrow>, ram: Vec<Ram>) -> anyhow::Result<Spans> {
         self.check_joins(id, resumed, &ram)?;
         if self.clients.views_of(id).any(|(other, _)| other == pid) {
@@ -175,14 +174,14 @@ impl Keeper {
         spans
     }
 
-    /// A client has joined a VM: it is told so when it can touch its RAM.
+    /// Replies to a client that has joined a VM, when it can touch its RAM.
     fn answer_joined(&mut self, key: u64, id: VmId, attach: &Attach) -> anyhow::Result<()> {
         let Peer { pid, .. } = self.clients.peer(key).context(GONE)?;
         let view = self.clients.view(key).context(NO_VIEW)?;
         let numbers = view.spans.iter().map(|(_, number)| *number).collect();
         let (add, fds) = add_view(pid, view, &[], None);
         if self.vms.get(id).is_some_and(|vm| vm.place.is_handed_over()) {
-            // A new engine would learn these from OpenVm; the one that runs must be told.
+            // A new engine would learn these from OpenVm; an engine that has the VM must be told.
             if let Some(reason) = attach.pinned.clone() {
                 self.order(&Order::Pin { seq: UNASKED, vm: id, reason }, &[]);
             }
@@ -190,10 +189,10 @@ impl Keeper {
                 self.order(&Order::MayPin { seq: UNASKED, vm: id }, &[]);
             }
             self.order(&add, &fds);
-            // Pages may be far already: until its faults are seen, it would read zeros in their place.
+            // Pages may be far already: before its faults are served, the process would read zeros in their place.
             return self.answer_when_served(key, numbers, Answer::Attached);
         }
-        // That may take a minute or more, and no fault is served meanwhile.
+        // Until the VM is handed over, which may take a minute or more, no fault is served.
         if attach.resume.is_some() {
             self.answer_attached(key);
         } else {
@@ -203,10 +202,10 @@ impl Keeper {
         Ok(())
     }
 
-    /// May a process with these descriptors become one more view of the VM?
+    /// Checks whether a process with these descriptors may become one more view of the VM.
     fn check_joins(&self, id: VmId, resumed: Option<&Escrow>, ram: &[Ram]) -> anyhow::Result<()> {
         if let Some(Escrow { state, .. }) = resumed {
-            // The VM's own state file proves that it was part of the VM; knowing the id does not.
+            // The VM's own state file proves that the process was part of the VM; knowledge of the id does not.
             let [own, theirs] =
                 [self.vms.get(id).context(NO_VM)?.held.state().fd().as_fd(), state.as_fd()].map(memfd::file_id);
             if own.context("Comparing state files")? != theirs.context("Comparing state files")? {
@@ -220,13 +219,12 @@ impl Keeper {
         }
     }
 
-    /// A VM that no keeper has seen before.
     pub(crate) fn create(&mut self, attach: &Attach, Peer { pid, uid }: Peer) -> anyhow::Result<Vm> {
         if self.vms.has_name(&attach.name) {
             bail!("a VM named {:?} is attached already", attach.name);
         }
         let mut held = Held::create(attach, uid)?;
-        // Settings are kept by UUID: two VMs that are attached never share one.
+        // Settings are kept by UUID: no two attached VMs may share one.
         let twin = self.vms.iter().find(|vm| attach.uuid.is_some() && vm.held.state().uuid() == attach.uuid);
         let twin = twin.map(Vm::name);
         held.state().set_identity(attach.uuid.filter(|_| twin.is_none()), uid, pid);
@@ -242,8 +240,8 @@ impl Keeper {
         Ok(Vm { held, place: Place::with(self.who_for_new()) })
     }
 
-    /// An opening of its own of the arena that this user's VMs of a group have, or of a new one. Any user who may
-    /// attach may give a VM any name, so an arena is per user: a name must not give access to others' memory.
+    /// A new opening of the arena that this user's VMs of the group share; the arena is made if there is none. Any user
+    /// who may attach may give a VM any name, so an arena is per user: a name must not give access to others' memory.
     fn group_arena(&self, group: &str, uid: u32) -> anyhow::Result<OwnedFd> {
         let opening = || format!("Opening the arena of group {group:?}");
         let is_of = |vm: &&Vm| vm.held.uid() == uid && group_of(&self.groups, &vm.name()) == Some(group);
@@ -253,7 +251,7 @@ impl Keeper {
         }
         let made = arena::create().with_context(opening)?;
         rustix::fs::fchmod(&made, rustix::fs::Mode::from_raw_mode(0o600)).with_context(opening)?;
-        // The opening that made it is another one, which announces no member.
+        // Reopened, because the opening that made the arena announces no member.
         memfd::reopen(made.as_fd(), true).with_context(opening)
     }
 
@@ -305,14 +303,13 @@ impl Keeper {
         self.clients.map(key, *span, number);
         self.tell_region(vm, pid, Some(*span), number);
         if known.is_some() {
-            // Pages of it may be far already, as for a process that attaches to a VM that is there.
+            // Pages of it may be far already, as for a process that joins a VM.
             return self.answer_when_served(key, vec![number], Answer::Ok);
         }
         self.clients.answer(key, KeeperToClient::Ok);
         Ok(())
     }
 
-    /// Tell the engine that runs about a region.
     fn tell_region(&mut self, vm: VmId, pid: u32, span: Option<Span>, number: u32) {
         let vm = self.vms.get(vm).filter(|vm| vm.place.is_handed_over());
         if let Some((order, fds)) = vm.and_then(|vm| vm.held.add_region(pid, span, number)) {
@@ -320,7 +317,7 @@ impl Keeper {
         }
     }
 
-    /// Drop the files of regions that the engine has removed and that no process has.
+    /// Drops the files of regions that the engine has removed and that no process has.
     pub(crate) fn forget_removed(&mut self, id: VmId) {
         let numbers = self.clients.views_of(id).flat_map(|(_, view)| view.spans.iter().map(|(_, number)| *number));
         let has: HashSet<u32> = numbers.collect();

@@ -28,40 +28,40 @@ use ballast_sys::slow_fd::SlowFd;
 
 /// How long a connection may take to attach. A client sends its attach message right after it connected.
 const TIME_TO_ATTACH: Duration = Duration::from_secs(10);
-/// Connections taken before the existing ones are served again, which attaches them.
+/// Most connections that are taken before the existing ones are served again.
 const BURST: usize = 16;
-/// Messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A client that
-/// is refused connects again; only a client that sends invalid messages reaches this limit.
+/// Most messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A refused
+/// client of ours connects again; only a client that sends invalid messages reaches this limit.
 const MOST_FAULTS: u32 = 16;
 /// Most requests of one client that are under way. Our client makes one at a time, but may give up waiting for it.
 const MOST_PENDING: usize = 8;
-/// Pause of the listening socket, which stays readable, when there are no descriptors left.
+/// Pause of the listening socket, which stays readable, when no descriptors are left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
 #[derive(Default)]
 pub(crate) struct Clients {
     known: HashMap<u64, Client>,
     next_key: u64,
-    /// Orders that clients wait for, by number.
+    /// Orders for which clients wait, by number.
     waits: BTreeMap<u64, Wait>,
-    /// No connections are taken until then.
+    /// No connections are taken before this time.
     accept_again: Option<Instant>,
 }
 
-/// A process that connected. It has a `view` once it attached.
 struct Client {
     socket: OwnedFd,
     peer: Peer,
     view: Option<ClientView>,
     since: Instant,
     faults: u32,
-    /// What it gets for its requests, from the first on that an engine has not carried out (`None`).
+    /// Its replies in order, from the first that is not yet known, because an engine has not carried out the request
+    /// (`None`).
     owed: VecDeque<Option<KeeperToClient>>,
 }
 
 struct Wait {
     client: u64,
-    /// The order whose end it waits for; a new engine is given it again.
+    /// The order for whose end it waits; a new engine is given it again.
     order: Order,
     answer: Answer,
 }
@@ -72,14 +72,13 @@ pub(crate) struct Peer {
     pub uid: u32,
 }
 
-/// The message to a client once the order it waits for has been carried out.
+/// The message to a client when the order for which it waits has been carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
     Ok,
     Attached,
 }
 
-/// The view of a process that attached.
 pub(crate) struct ClientView {
     pub vm: VmId,
     /// In the client's order.
@@ -90,19 +89,17 @@ pub(crate) struct ClientView {
 }
 
 impl ClientView {
-    /// The region that begins at this address.
     pub fn region_at(&self, hva: Hva) -> Option<u32> {
         self.spans.iter().find(|(span, _)| span.hva == hva).map(|(_, number)| *number)
     }
 }
 
-/// A message of a client, or the news of its connection.
 pub(crate) enum Heard {
     Message(ClientToKeeper, Vec<SlowFd>),
     Nothing,
-    /// Bytes that are no message.
+    /// Bytes that are no valid message.
     Nonsense(anyhow::Error),
-    /// The connection is over, or has to be.
+    /// The connection has ended, or must end, for this reason.
     End(String),
 }
 
@@ -118,7 +115,7 @@ fn again(client: &KeptClient, kept: &Kept) -> anyhow::Result<Client> {
             spans: view.spans.clone(),
         })
     });
-    // The replies that it gets, in order: those that wait for an engine, and others behind them.
+    // Its replies in order: those that wait for an engine, and later ones that wait behind them.
     let reply = |bytes: &Vec<u8>| if bytes.is_empty() { Ok(None) } else { decode(bytes).map(Some) };
     let owed: Result<_, WireError> = match kept.owed.iter().find(|(client, _)| *client == key) {
         Some((_, replies)) => replies.iter().map(reply).collect(),
@@ -180,7 +177,6 @@ impl Clients {
         }
     }
 
-    /// Is it time to take connections?
     pub fn accept_now(&self) -> bool {
         self.accept_again.is_none_or(|at| Instant::now() >= at)
     }
@@ -221,7 +217,7 @@ impl Clients {
         }
     }
 
-    /// Take this connection of this process. Returns its key.
+    /// Returns the key of the new connection.
     pub fn add(&mut self, socket: OwnedFd, peer: Peer) -> u64 {
         let client = Client { socket, peer, view: None, since: Instant::now(), faults: 0, owed: VecDeque::new() };
         self.known.insert(self.next_key, client);
@@ -229,7 +225,7 @@ impl Clients {
         self.next_key - 1
     }
 
-    /// The events to wait for on each connection. After too many requests at once, a client's next messages wait.
+    /// The events to wait for on each connection. A client with too many requests under way is not read.
     pub fn interests(&self) -> impl Iterator<Item = (u64, BorrowedFd<'_>, PollFlags)> {
         self.known.iter().map(|(key, client)| {
             let flags = if client.owed.len() < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() };
@@ -237,7 +233,7 @@ impl Clients {
         })
     }
 
-    /// The next message of this client, if it is there still.
+    /// The next message of this client; [`Heard::Nothing`] if it is gone.
     pub fn hear(&self, key: u64) -> Heard {
         let Some(client) = self.known.get(&key) else { return Heard::Nothing };
         match scm::receive(&client.socket) {
@@ -255,13 +251,12 @@ impl Clients {
         }
     }
 
-    /// Connections that have had their time to attach.
+    /// Connections that have not attached in time.
     pub fn late(&self, now: Instant) -> Vec<u64> {
         let is_late = |client: &Client| client.view.is_none() && now - client.since > TIME_TO_ATTACH;
         self.known.iter().filter(|(_, client)| is_late(client)).map(|(key, _)| *key).collect()
     }
 
-    /// The process of this client, if it is there still.
     pub fn peer(&self, key: u64) -> Option<Peer> {
         self.known.get(&key).map(|client| client.peer)
     }
@@ -287,14 +282,13 @@ impl Clients {
         }
     }
 
-    /// This client no longer maps the region at this address.
     pub fn unmap(&mut self, key: u64, hva: Hva) {
         if let Some(view) = self.known.get_mut(&key).and_then(|client| client.view.as_mut()) {
             view.spans.retain(|(span, _)| span.hva != hva);
         }
     }
 
-    /// Refuse a client's request. Returns whether there were too many of these.
+    /// Refuses a client's request. Returns whether too many were refused.
     pub fn refuse(&mut self, key: u64, reason: String) -> bool {
         let Some(client) = self.known.get_mut(&key) else { return false };
         tracing::warn!(client.peer.pid, client.peer.uid, "refused: {reason}");
@@ -303,7 +297,7 @@ impl Clients {
         self.known.get(&key).is_some_and(|client| client.faults > MOST_FAULTS)
     }
 
-    /// Reply to a client's last request, after all of its earlier ones have their replies.
+    /// Replies to a client's last request, after the replies to all of its earlier ones.
     pub fn answer(&mut self, key: u64, reply: KeeperToClient) {
         if let Some(client) = self.known.get_mut(&key) {
             client.owed.push_back(Some(reply));
@@ -311,7 +305,7 @@ impl Clients {
         }
     }
 
-    /// Send the replies that wait for no engine.
+    /// Sends the replies that wait for no engine.
     fn send_owed(&mut self, key: u64) {
         let next = |client: &mut Client| client.owed.pop_front_if(|reply| reply.is_some()).flatten();
         while let Some(reply) = self.known.get_mut(&key).and_then(next) {
@@ -319,7 +313,8 @@ impl Clients {
         }
     }
 
-    /// Send a reply at once, to a client that has asked for nothing else. One that does not read its replies is marked.
+    /// Sends a reply out of turn, to a client without other requests. A reply that the client does not take counts as a
+    /// fault.
     pub fn send(&mut self, key: u64, reply: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.known.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &encode(reply), fds) {
@@ -328,8 +323,8 @@ impl Clients {
         }
     }
 
-    /// This client waits for the end of an order with this number, which is returned, then gets this answer. Returns
-    /// `None` if it is gone, or not attached.
+    /// Makes this client wait for an order with this number, and for this answer when it has been carried out. Returns
+    /// the order; `None` if the client is gone or not attached.
     pub fn wait(
         &mut self,
         key: u64,
@@ -344,17 +339,15 @@ impl Clients {
         Some(order)
     }
 
-    /// The client that waits for the order with this number, the order, and the answer.
     pub fn waits_for(&self, seq: u64) -> Option<(u64, &Order, Answer)> {
         self.waits.get(&seq).map(|wait| (wait.client, &wait.order, wait.answer))
     }
 
-    /// The orders about this VM that clients wait for.
     pub fn orders_of(&self, vm: VmId) -> impl Iterator<Item = &Order> {
         self.waits.values().map(|wait| &wait.order).filter(move |order| order.vm() == Some(vm))
     }
 
-    /// Give the orders about this VM new numbers, because an engine may still report the old ones as aborted.
+    /// Gives new numbers to the orders for this VM, because an engine may still report the old ones as aborted.
     pub fn number_again(&mut self, vm: VmId, mut number: impl FnMut() -> u64) {
         let of_vm = self.waits.extract_if(.., |_, wait| wait.order.vm() == Some(vm)).collect::<Vec<_>>();
         for (_, mut wait) in of_vm {
@@ -364,10 +357,11 @@ impl Clients {
         }
     }
 
-    /// The order with this number is over: its client gets this reply in turn. `None`: it has it already.
+    /// Ends the wait for the order with this number: its client gets this reply in turn; `None` if it already has its
+    /// reply.
     pub fn settle(&mut self, seq: u64, reply: Option<KeeperToClient>) {
         let Some(Wait { client: key, .. }) = self.waits.remove(&seq) else { return };
-        // Orders have ascending numbers, also when they are numbered again.
+        // A client's orders have ascending numbers, also after they were numbered again.
         let before = self.waits.range(..seq).filter(|(_, wait)| wait.client == key).count();
         let Some(client) = self.known.get_mut(&key) else { return };
         let at = client.owed.iter().enumerate().filter(|(_, reply)| reply.is_none()).nth(before).map(|(at, _)| at);
@@ -379,21 +373,21 @@ impl Clients {
         self.send_owed(key);
     }
 
-    /// End a connection. Nothing waits for it any more. Returns its process, and its view if it was attached.
+    /// Ends a connection and its waits. Returns its process, and its view if it was attached.
     pub fn end(&mut self, key: u64) -> Option<(Peer, Option<ClientView>)> {
         let client = self.known.remove(&key)?;
         let _ = shutdown(&client.socket, Shutdown::Both);
         self.waits.retain(|_, wait| wait.client != key);
-        // Closing its socket freed descriptors, if they were short.
+        // Its socket's descriptor is free now, in case descriptors were short.
         self.accept_again = None;
         Some((client.peer, client.view))
     }
 }
 
-/// A process that this one cannot see is told why, and hung up on.
+/// Tells a process that this one cannot see why it is refused, and hangs up.
 fn refuse_unseen(socket: &OwnedFd, why: &str) {
     let answer = encode(&KeeperToClient::Refused(why.into()));
-    // Best effort: one that does not take it sees the connection end.
+    // Best effort: a process that does not take the reply sees the connection end.
     if rustix::io::ioctl_fionbio(socket, true).is_ok() {
         let _ = scm::send(socket, &answer, &[]);
     }
@@ -409,12 +403,11 @@ impl Clients {
         self.known[&key].faults
     }
 
-    /// The numbers of the orders that clients wait for.
     pub fn numbers(&self) -> Vec<u64> {
         self.waits.keys().copied().collect()
     }
 
-    /// A wait for an order that no client asked for.
+    /// Waits for an order that no client asked for.
     pub fn wait_for(&mut self, seq: u64, order: Order) {
         self.waits.insert(seq, Wait { client: u64::MAX, order, answer: Answer::Ok });
     }

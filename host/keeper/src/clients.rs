@@ -1,7 +1,7 @@
 //! The requests of clients, and the ends of their connections.
 //!
-//! Before: a client sent a message (`client`). After: it was carried out, or an engine was told to, one at a time.
-//! Threads: the keeper's one.
+//! Before: a client sent a message (`client`). After: the request was carried out, or an engine has an order for it.
+//! Requests are handled one at a time. Threads: the keeper's one.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
@@ -21,13 +21,11 @@ use crate::store_files::Files;
 use crate::vms::Vm;
 use ballast_sys::slow_fd::SlowFd;
 
-/// Why nothing is done for a client.
 pub const GONE: &str = "this client is gone";
 pub const NO_VIEW: &str = "attach first";
 pub const NO_VM: &str = "the VM is gone";
 
 impl Keeper {
-    /// Hang up on connections that never attached.
     pub(crate) fn tend_clients(&mut self, now: Instant) {
         for key in self.clients.late(now) {
             self.drop_client(key, "did not attach in time");
@@ -69,7 +67,7 @@ impl Keeper {
                 if !is_full {
                     return Err(why);
                 }
-                // A VMM that plugs RAM all its life does nothing wrong.
+                // A VMM that plugs RAM all its life does nothing wrong, so this refusal does not count as a fault.
                 self.clients.answer(key, KeeperToClient::Refused(format!("{why:#}")));
                 Ok(())
             }
@@ -106,7 +104,7 @@ impl Keeper {
         }
     }
 
-    /// RAM of a guest, or a whole VM, is not managed: note it.
+    /// Notes that some RAM of a guest, or a whole VM, is not managed.
     fn unmanaged(&mut self, key: u64, name: String, len: Bytes, why: &str) -> anyhow::Result<()> {
         if why.len() > 256 {
             bail!("the reason is longer than 256 bytes");
@@ -132,10 +130,10 @@ impl Keeper {
         Ok(())
     }
 
-    /// The engine has carried out, or refused, the order that a client waits for.
+    /// The engine has carried out, or refused, an order for which a client waits.
     pub(crate) fn answered(&mut self, seq: u64, result: Result<(), Failure>) {
         let Some((key, order, answer)) = self.clients.waits_for(seq) else { return };
-        // Also if it failed: its process unmaps it all the same.
+        // Even if the order failed: the client's process unmaps the region in any case.
         if let Order::RemoveRegion { vm, hva, .. } = *order {
             self.clients.unmap(key, hva);
             self.forget_removed(vm);
@@ -143,7 +141,7 @@ impl Keeper {
         match (result, answer) {
             (Err(reason), Answer::Ok) => self.clients.settle(seq, Some(KeeperToClient::Refused(reason.to_string()))),
             (Ok(()), Answer::Ok) => self.clients.settle(seq, Some(KeeperToClient::Ok)),
-            // A client asks an engine for nothing before it attaches, so this comes first.
+            // A client sends the engine no request before it attaches, so no earlier reply is due.
             (Ok(()), Answer::Attached) => {
                 self.answer_attached(key);
                 self.clients.settle(seq, None);
@@ -152,24 +150,23 @@ impl Keeper {
         }
     }
 
-    /// Tell a client that it is attached, and give it its VM's escrow.
+    /// Tells a client that it is attached, and gives it its VM's escrow.
     pub(crate) fn answer_attached(&mut self, key: u64) {
         let escrow = self.vm_of(key).and_then(|vm| Ok((vm.id(), Files::counts(vm.held.stores()), vm.held.escrow()?)));
         match escrow {
             Ok((vm, stores, escrow)) => {
                 self.give_escrow(key, &KeeperToClient::Attached { vm, stores, is_first: false }, &escrow);
             }
-            // Without escrow it could not come back after this keeper's death.
+            // Without escrow the VM could not come back after this keeper's death.
             Err(why) => self.refuse_attached(key, &format!("{why:#}")),
         }
     }
 
-    /// Tell a client that it is attached.
     pub(crate) fn give_escrow(&mut self, key: u64, attached: &KeeperToClient, escrow: &[OwnedFd]) {
         self.clients.send(key, attached, &escrow.iter().map(AsFd::as_fd).collect::<Vec<_>>());
     }
 
-    /// It passed the checks when it attached, and failed after all.
+    /// Refuses a client whose attach passed the checks and failed later.
     fn refuse_attached(&mut self, key: u64, reason: &str) {
         self.clients.send(key, &KeeperToClient::Refused(reason.to_owned()), &[]);
         self.drop_client(key, reason);
@@ -181,8 +178,8 @@ impl Keeper {
             tracing::debug!(pid, "a process that did not attach {why}");
             return;
         };
-        // A process that ends has no memory any more when its sockets close.
-        // One that is pinned has all of its pages: it has executed another program, as it announced.
+        // A process that has ended has no memory when its sockets close. A pinned process has all of its pages: it has
+        // executed another program, as it announced.
         let is_pinned = self.vms.get(vm).is_some_and(|vm| vm.held.is_pinned());
         if process::has_memory(pid) && !is_pinned {
             let name = self.vms.get(vm).map_or_else(|| vm.to_string(), Vm::name);
@@ -201,12 +198,11 @@ impl Keeper {
         }
     }
 
-    /// Reply to a client when it can touch these regions of its VM (see [`Order::Reach`]).
+    /// Replies to a client when it can touch these regions of its VM (see [`Order::Reach`]).
     pub(crate) fn answer_when_served(&mut self, key: u64, regions: Vec<u32>, answer: Answer) -> anyhow::Result<()> {
         self.ask_engine(key, answer, |seq, vm, pid| Order::Reach { seq, vm, pid, regions })
     }
 
-    /// Give the engine an order that the client waits for.
     fn ask_engine(
         &mut self,
         key: u64,
@@ -215,7 +211,7 @@ impl Keeper {
     ) -> anyhow::Result<()> {
         let seq = self.engines.number();
         let order = self.clients.wait(key, answer, seq, order).context(NO_VIEW)?;
-        // An engine that gets the VM later, or alone, also gets the orders then that clients wait for.
+        // An engine that gets the VM later, or gets it alone, is then given the orders for which clients wait.
         let vm = order.vm().and_then(|vm| self.vms.get(vm));
         if vm.is_some_and(|vm| vm.place.is_handed_over() && vm.place.at() != At::Both) {
             self.order(&order, &[]);

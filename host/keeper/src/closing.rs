@@ -1,9 +1,9 @@
-//! VMs whose processes are gone while their memory may still be on its way back into RAM files that other processes can
+//! VMs whose processes are gone, but whose pages may still be on their way back into RAM files that other processes can
 //! reach.
 //!
 //! Before: the last process of a VM is gone. After: the engine has closed the VM, and the keeper its descriptors.
 //! Threads: the keeper's one.
-//! Promise: if an engine dies meanwhile, its successor goes on.
+//! Promise: if an engine dies while it closes a VM, its successor continues.
 
 use std::time::Instant;
 
@@ -18,7 +18,6 @@ use crate::vms::Closing;
 use crate::waiting::UNASKED;
 
 impl Keeper {
-    /// No process of the VM is left.
     pub(crate) fn close_vm(&mut self, id: VmId) {
         let seq = self.engines.number();
         let Some((was, given)) = self.vms.close(id, seq) else { return };
@@ -36,7 +35,6 @@ impl Keeper {
         }
     }
 
-    /// The engine has closed a VM, or could not open it before.
     pub(crate) fn closed(&mut self, seq: u64, result: Result<(), Failure>) {
         if let Err(why) = result {
             let Some(closing) = self.vms.closing_by(seq) else { return };
@@ -53,8 +51,8 @@ impl Keeper {
         self.vms.closed(seq);
     }
 
-    /// Have a new engine close the VMs that the last one was closing, when the last one is gone. Returns whether some
-    /// must wait.
+    /// Has the serving engine close the VMs that its predecessor was closing, once nothing of that one is left. Returns
+    /// whether some must wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
         let searched = self.vms.closing_mut().filter_map(|closing| {
             let lost = closing.vm.end_search()??;

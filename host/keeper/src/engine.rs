@@ -1,6 +1,6 @@
-//! An engine from its keeper's side: a child, a socket, pings, and the orders that it has not taken.
+//! An engine from its keeper's side: a child, a socket, pings, and the orders that it has not yet taken.
 //!
-//! Before: `engines` starts one. After: it gets orders, and the keeper knows whether it is alive.
+//! Before: `engines` starts the engine. After: it gets orders, and the keeper knows whether it is alive.
 //! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
 
 use std::collections::VecDeque;
@@ -23,19 +23,18 @@ use crate::program::Program;
 use crate::taken;
 use ballast_sys::slow_fd::SlowFd;
 
-/// Time between pings to the engine.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
-/// Unanswered pings after which it is replaced.
+/// Unanswered pings after which the engine is replaced.
 const SILENCE: u32 = 15;
-/// Most replies before it serves. Opening a VM takes seconds at most; an engine that does not serve after ten minutes
+/// Most rounds before it serves. Opening a VM takes seconds at most; an engine that does not serve after ten minutes
 /// is in a deadlock.
 const STARTING: u32 = 600;
-/// How long the API of a new engine waits for VMs that threads of dead engines still use. They take milliseconds, or as
-/// long as the kernel takes.
+/// How long the API of a new engine waits for VMs that threads of dead engines still use. The threads end in
+/// milliseconds, or when the kernel lets them.
 pub const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Does the engine still reply? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
-/// or a host that slept, has gone without a reply for one round, not for sixty.
+/// The engine's signs of life. Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
+/// or a host that slept, has missed one round, not sixty.
 #[derive(Debug)]
 struct Pulse {
     asked: Instant,
@@ -47,7 +46,6 @@ struct Pulse {
 
 #[derive(Debug, PartialEq)]
 enum Beat {
-    /// It is not time yet.
     Rest,
     Ask,
     Dead(&'static str),
@@ -79,17 +77,15 @@ impl Pulse {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
-    /// The one that serves.
     Engine,
-    /// The one that is to follow it.
+    /// During an upgrade, the engine that will follow it.
     Next,
 }
 
-/// The state of an engine, as its pings show it.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Health {
     Alive,
-    /// It does not answer, or does not begin to serve.
+    /// It does not answer, or does not begin to serve: the text says which.
     Silent(&'static str),
     Dead,
 }
@@ -97,16 +93,14 @@ pub(crate) enum Health {
 pub(crate) struct Engine {
     child: Child,
     process: Process,
-    /// The other end is its standard input.
+    /// The other end is the engine's standard input.
     socket: OwnedFd,
     pulse: Pulse,
-    /// Orders that it has not taken yet.
     orders: VecDeque<(Vec<u8>, Vec<Arc<SlowFd>>)>,
-    /// The kernel has no space for the next order, and does not report when it has.
+    /// The kernel had no space for the next order, and does not report when it has.
     starved: bool,
     killed: Option<&'static str>,
     begun: Instant,
-    /// It was told that it has all VMs.
     told_to_serve: bool,
 }
 
@@ -135,14 +129,13 @@ impl Engine {
         match known.and_then(|process| process.context("The engine has no start time")) {
             Ok(process) => Ok(Self::new(child, process, ours)),
             Err(error) => {
-                // A later keeper could not tell this engine from others, so it must not be given a VM.
+                // A later keeper could not tell this engine from other processes, so it must not be given a VM.
                 let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
                 Err(error)
             }
         }
     }
 
-    /// The one of this record, which serves.
     pub fn of(kept: &KeptEngine) -> anyhow::Result<Self> {
         let KeptEngine { pid, start, pidfd, socket } = *kept;
         let mut engine = Self::new(taken::child(pid, pidfd)?, Process { pid, start }, taken::fd(socket)?);
@@ -160,12 +153,12 @@ impl Engine {
         self.process
     }
 
-    /// Readable when it is dead.
+    /// Readable when the engine is dead.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.child.pidfd()
     }
 
-    /// Its socket, and the events to wait for.
+    /// The engine's socket, and the events to wait for.
     pub fn interest(&self) -> (BorrowedFd<'_>, PollFlags) {
         let waits = self.has_orders() && !self.starved;
         (self.socket.as_fd(), if waits { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN })
@@ -175,22 +168,20 @@ impl Engine {
         !self.orders.is_empty()
     }
 
-    /// Has it not said yet that it serves?
     pub fn is_starting(&self) -> bool {
         self.pulse.starting.is_some()
     }
 
-    /// Does it answer, also operators?
+    /// Whether it serves, and answers operators as well.
     pub fn serves(&self) -> bool {
         !self.is_starting() && self.told_to_serve
     }
 
-    /// It has said that it serves.
     pub fn has_started(&mut self) {
         self.pulse.starting = None;
     }
 
-    /// Tell it to serve, if it was not told: when it has been given all VMs, or that takes long.
+    /// Tells the engine to serve, unless it was told: once it has been given all VMs, or after [`SERVE_TIMEOUT`].
     pub fn serve(&mut self, has_all: bool) {
         if !self.told_to_serve && (has_all || self.begun.elapsed() > SERVE_TIMEOUT) {
             self.told_to_serve = true;
@@ -198,14 +189,15 @@ impl Engine {
         }
     }
 
-    /// Ask whether it is there, if it is time, and give it the orders that it did not take.
+    /// Pings the engine if it is time, and sends waiting orders.
     pub fn keep(&mut self, now: Instant) -> Health {
         let beat = self.pulse.beat(now);
-        // Its pidfd is not readable while the kernel keeps one of its threads. That delays one VM, not all.
+        // Its pidfd is not readable while the kernel keeps one of its threads. That thread delays its own VM, not all
+        // VMs.
         if beat != Beat::Rest && (self.killed.is_some() || self.process.is_dying()) {
             return Health::Dead;
         }
-        // With orders waiting, a ping would only make the queue longer, and replies are missing anyway.
+        // If orders wait, a ping would only make the queue longer, and replies are missing anyway.
         if beat == Beat::Ask && !self.has_orders() {
             self.give(&Order::Ping, &[]);
         }
@@ -221,7 +213,7 @@ impl Engine {
         Some(received)
     }
 
-    /// Give it an order: now, or as soon as it takes it.
+    /// Queues an order, and sends what the engine's socket takes now.
     pub fn give(&mut self, order: &Order, fds: &[Arc<SlowFd>]) {
         self.orders.push_back((wire::encode(order), fds.to_vec()));
         if self.orders.len() == 1 {
@@ -229,7 +221,6 @@ impl Engine {
         }
     }
 
-    /// Give it as many orders as it takes now.
     pub fn flush(&mut self) {
         self.starved = false;
         while let Some((bytes, fds)) = self.orders.front() {
@@ -240,12 +231,12 @@ impl Engine {
                 Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
                     return self.orders.clear();
                 }
-                // It can never be sent, and would block later ones.
+                // It can never be sent, and would block later orders.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
                     tracing::error!("An order with {} descriptors is left out: {error}", fds.len());
                 }
                 Err(error) => {
-                    // Too many descriptors in flight, or no memory: an order is never left out.
+                    // Too many descriptors are in flight, or there is no memory: the order stays in the queue.
                     tracing::warn!("Giving the engine an order: {error}; trying again");
                     self.starved = true;
                     return;
@@ -255,18 +246,18 @@ impl Engine {
         }
     }
 
-    /// Kill it. Its pidfd tells when it is dead, or the next round.
+    /// Kills the engine. Its pidfd tells when it is dead, or the next [`Self::keep`].
     pub fn kill(&mut self, how: &'static str) {
         let _ = pidfd_send_signal(self.child.pidfd(), Signal::KILL);
         self.killed = Some(how);
     }
 
-    /// Has it ended? If so, it is reaped.
+    /// Whether it has ended; then it is reaped as well.
     pub fn is_reaped(&self) -> bool {
         !matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Why it was killed, if it was, and how it ended. If it has ended, it is reaped.
+    /// How it ended, and why it was killed, if it was. If it has ended, it is reaped.
     pub fn end(&self) -> String {
         let status = match self.child.try_wait() {
             Ok(Some(status)) => status.to_string(),
@@ -323,7 +314,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("temporary directory");
         let path = dir.path().join("engine");
         install_script(&path, "exec sleep 1000");
-        // A shell opens its script by the program's descriptor, which must be open for as long.
+        // A shell opens its script through the program's descriptor, which must stay open until then.
         let program = Program::at(path).expect("a program");
         let mut engine = Engine::start(&program).expect("started");
         let note = |number: u32| Order::Note { vm: None, kind: "test".into(), message: number.to_string() };

@@ -1,9 +1,10 @@
-//! The keeper's engine: started, given orders, read, replaced when it dies or does not reply.
+//! The keeper's engine: started, given orders, read, and replaced when it dies or does not reply.
 //!
-//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in a sensible order.
+//! Before: the keeper has VMs that need an engine. After: an engine has the orders for all of them, in a useful
+//! sequence.
 //! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
-//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and a second engine
-//! only after the first can do nothing to the VM any more. A VM for which that takes long delays no other.
+//! Promise: a VM's state file names an engine before that engine can have heard of the VM, and names a second engine
+//! only after the first can do nothing to the VM any more. A VM for which that takes long delays no other VM.
 
 use std::io;
 use std::sync::Arc;
@@ -26,17 +27,17 @@ use crate::vms::{Closing, Vm};
 use crate::waiting::Making;
 use ballast_sys::slow_fd::SlowFd;
 
-/// Time between checks of VMs that wait for longer than [`SERVE_TIMEOUT`].
+/// Time between checks of VMs that have waited for longer than [`SERVE_TIMEOUT`].
 const LATER: Duration = Duration::from_millis(200);
-/// Messages that are read from one engine in a row: more than its socket holds, so that all messages of a dead engine
-/// are read, and one that never stops sending delays nothing else.
+/// Most messages that are read from one engine in a row: more than its socket holds, so that all messages of a dead
+/// engine are read, and an engine that never stops sending delays nothing else.
 const MOST_HEARD: u32 = 1024;
 
 impl Keeper {
-    /// Start an engine if there is none and it is time; ping those there are.
+    /// Starts an engine if there is none and it is time; pings the engines that there are.
     pub(crate) fn keep_engines(&mut self) {
         self.engines.reap();
-        // Messages that arrived while the keeper did something else, or was stopped, count before the silence does.
+        // Messages that arrived while the keeper was busy, or stopped, count before the silence does.
         self.hear(Who::Engine);
         self.hear(Who::Next);
         match self.engines.health(Who::Next) {
@@ -69,8 +70,8 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// Hand over the VMs that no thread of a dead engine uses any more, and have the engine serve when it has all, or
-    /// when that takes long. Returns how soon to check again, if some wait.
+    /// Hands over the VMs that no thread of a dead engine uses any more, and tells the engine to serve when it has all
+    /// of them, or after [`SERVE_TIMEOUT`]. Returns how soon to check again, if some VMs wait.
     pub(crate) fn tend_fences(&mut self) -> Option<Duration> {
         let fenced = |vm: &Vm| Some((vm.id(), vm.place.fenced()?.1));
         for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
@@ -82,20 +83,20 @@ impl Keeper {
         waited.map(|waited| if waited < SERVE_TIMEOUT { SOON } else { LATER }).or(closing)
     }
 
-    /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway. An
-    /// order about a VM goes to the engine that has the VM.
+    /// Gives an order to the engine: an order about a VM goes to the engine that has the VM. Without an engine the
+    /// order is dropped, because a new engine is told everything anyway.
     pub(crate) fn order(&mut self, order: &Order, fds: &[Arc<SlowFd>]) {
         let who = order.vm().map_or(Who::Engine, |vm| self.who_has(vm));
         self.engines.give(who, order, fds);
     }
 
     fn who_has(&self, id: VmId) -> Who {
-        // Without an upgrade there is one engine, and many VMs to look through.
+        // Without an upgrade there is one engine, and there may be many VMs to look through.
         let is_nexts = |vm: &Vm| vm.place.who() == Who::Next && vm.id() == id;
         if self.upgrades.stage().is_some() && self.vms.all().any(is_nexts) { Who::Next } else { Who::Engine }
     }
 
-    /// An event for the event list, which is the engine's; sent later if there is none now.
+    /// Adds an event to the engine's event list; without an engine, to the next one's.
     pub(crate) fn note(&mut self, vm: String, kind: &str, message: String) {
         tracing::warn!(vm, kind, "{message}");
         let note = Order::Note { vm: Some(vm), kind: kind.into(), message };
@@ -105,8 +106,8 @@ impl Keeper {
         self.engines.note(note);
     }
 
-    /// Tell the engine all about a VM, unless some of its regions are still missing, or a thread of its last engine
-    /// still uses it.
+    /// Gives the engine all orders for a VM, unless some of its regions are still missing, or a thread of its last
+    /// engine still uses it.
     pub(crate) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
         let ours = self.engines.ours();
         let Some(vm) = self.vms.get_mut(id).filter(|vm| !vm.place.is_searched()) else { return };
@@ -127,8 +128,8 @@ impl Keeper {
         self.order_pending(id);
     }
 
-    /// RAM of this VM that processes wait to unplug: process, address, number. They may have unmapped it, and mapped
-    /// something else there.
+    /// RAM of this VM that processes are about to unplug: process, address, number. They may already have unmapped it,
+    /// and mapped something else there.
     pub(crate) fn unplugs_of(&self, id: VmId) -> Vec<(u32, Hva, u32)> {
         let of = |order: &Order| match order {
             Order::RemoveRegion { pid, hva, region, .. } => Some((*pid, *hva, (*region)?)),
@@ -137,8 +138,8 @@ impl Keeper {
         self.clients.orders_of(id).filter_map(of).collect()
     }
 
-    /// Give the engine that has this VM the orders that clients wait for, unless another one serves the VM as well: the
-    /// other one would not know of them.
+    /// Gives the engine that has this VM the orders for which clients wait, unless two engines serve the VM: the other
+    /// one would not know of them.
     pub(crate) fn order_pending(&mut self, id: VmId) {
         if self.vms.get(id).is_some_and(|vm| vm.place.at() == At::Both) {
             return;
@@ -148,7 +149,7 @@ impl Keeper {
         }
     }
 
-    /// A thread of a VM's last engine still uses it.
+    /// Notes that a thread of a VM's last engine still uses the VM.
     fn wait_for(&mut self, id: VmId, unserved_since_ns: Option<u64>, left: io::Result<Left>) {
         let views: Vec<u32> = self.clients.views_of(id).map(|(pid, _)| pid).collect();
         let now = self.engines.process(Who::Engine);
@@ -196,7 +197,7 @@ impl Keeper {
                         self.done(seq, result);
                     }
                 }
-                // The new engine is never asked for one.
+                // The new engine never gets the order to make a store.
                 Ok(Report::Made { .. }) if who == Who::Next => {}
                 Ok(Report::Made { seq, result }) => {
                     let fds: Vec<SlowFd> = received.fds.into_iter().map(SlowFd::from).collect();
@@ -209,14 +210,14 @@ impl Keeper {
         }
     }
 
-    /// An order is carried out that a client or the keeper waits for.
+    /// An order is carried out for which a client or the keeper waits.
     fn done(&mut self, seq: u64, result: Result<(), Failure>) {
         let asked = self.clients.waits_for(seq).and_then(|(_, order, _)| order.vm());
         let is_opening = |vm| self.upgrades.opening().any(|opening| opening == vm);
         let is_moving = |id: VmId| self.vms.get(id).is_some_and(|vm| vm.place.is_moving()) || is_opening(id);
         if result.is_err() && asked.is_some_and(is_moving) {
-            // It failed because the VM moves, or the next engine has not opened it: the one that has it in the end is
-            // asked again.
+            // It failed because the VM moves, or the next engine has not opened it. The engine that has the VM in the
+            // end gets the order again.
             return;
         }
         match asked {
@@ -225,7 +226,7 @@ impl Keeper {
         }
     }
 
-    /// The engine is dead, except threads that the kernel keeps.
+    /// Buries the engine, which is dead except for threads that the kernel keeps.
     pub(crate) fn reap_engine(&mut self) {
         let Some(is_back) = self.engines.bury() else { return };
         if is_back && self.replacing.is_some() {
@@ -237,7 +238,7 @@ impl Keeper {
     }
 }
 
-/// The order that has a process served where it maps RAM that it has not unplugged, and its descriptors.
+/// The order to serve a process where it maps RAM that it has not unplugged, and the descriptors.
 pub fn add_view(
     pid: u32,
     view: &ClientView,
@@ -255,7 +256,8 @@ pub fn add_view(
     (order, view.uffds.iter().chain([&view.control]).cloned().collect())
 }
 
-/// Tell systemd, if it started this process, that the service answers. It may not listen for long, so a thread waits.
+/// Tells systemd, if it started this process, that the service answers. On a thread, because systemd may not listen for
+/// a long time.
 fn tell_systemd() {
     let tell = || {
         if let Err(error) = sd_notify::notify(&[NotifyState::Ready]) {

@@ -1,10 +1,10 @@
-//! The keeper's engines: the one that serves, the one that is to follow it, and those that are over.
+//! The keeper's engines: the one that serves, the one that will follow it, and those that have been replaced.
 //!
-//! Before: the keeper has a program. After: an engine of it serves, or is started again.
+//! Before: the keeper has a program. After: an engine of that program serves, or is started again.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: the first order of an engine is [`Begin`], and no two orders that are answered have one number. No message
-//! of an engine that was killed counts. An engine is on a list until it has ended and is reaped; one that is told to
-//! leave and does not is killed after 5 s.
+//! Promise: the first order of an engine is [`Begin`], and each order that is answered has its own number. No message
+//! of an engine that was killed counts. An engine is on a list until it has ended and is reaped; an engine that is told
+//! to leave and does not is killed after 5 s.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -26,9 +26,9 @@ use crate::stage::Deadline;
 use crate::taken;
 use ballast_sys::slow_fd::SlowFd;
 
-/// Engines that die in a row before they serve are started again ever more slowly, up to this pause.
+/// Longest pause before a start. The pause grows with each engine that dies before it serves.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How long an engine that was followed may take to end.
+/// How long an engine that was replaced may take to end.
 const LEAVES_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) struct Engines {
@@ -41,13 +41,12 @@ pub(crate) struct Engines {
     api: Arc<SlowFd>,
     since_unix_s: u64,
     serving: Option<Engine>,
-    /// The next engine, in an upgrade.
     next: Option<Engine>,
-    /// Engines that were followed and have not ended.
+    /// Engines that were replaced and have not ended.
     leaving: Vec<(Engine, Deadline)>,
     /// Children that died and have not been reaped: the kernel may keep threads of them.
     zombies: Vec<Child>,
-    /// Each is readable when a killed engine of an earlier keeper is gone.
+    /// Pidfds of killed engines of earlier keepers. Each is readable when its engine is gone.
     dying: Vec<OwnedFd>,
     restarts: u64,
     /// Engines in a row that died before they served.
@@ -59,7 +58,7 @@ pub(crate) struct Engines {
 }
 
 impl Engines {
-    /// None yet. They are started from this program, with these settings.
+    /// No engine yet. Engines are started from this program, with these settings.
     pub fn new(program: Program, settings: Vec<u8>, api: OwnedFd) -> Self {
         Self {
             own_program: program.clone(),
@@ -81,8 +80,8 @@ impl Engines {
         }
     }
 
-    /// The engines of this record. `own_program` is the program of this process; `is_back`: the one before it could not
-    /// be the keeper, and the engine is of that one.
+    /// The engines of this record. `own_program` is the program of this process. `is_back`: the program before this one
+    /// could not be the keeper, and the engine is started from it.
     pub fn of(kept: &Kept, own_program: Program, is_back: bool) -> anyhow::Result<Self> {
         let mut engines = Self::new(own_program, kept.settings.clone(), taken::fd(kept.api)?);
         (engines.since_unix_s, engines.restarts) = (kept.since_unix_s, kept.restarts);
@@ -100,7 +99,7 @@ impl Engines {
         Ok(engines)
     }
 
-    /// Records them. Returns `None` if none serves.
+    /// Records the engines. Returns `None` if none serves.
     pub fn record(&self, kept: &mut Kept) -> Option<()> {
         kept.engine = self.serving.as_ref()?.kept();
         kept.api = self.api.as_fd().as_raw_fd();
@@ -112,7 +111,6 @@ impl Engines {
         Some(())
     }
 
-    /// A number for an order that is answered.
     pub fn number(&mut self) -> u64 {
         self.next_number += 1;
         self.next_number - 1
@@ -126,7 +124,6 @@ impl Engines {
         &self.settings
     }
 
-    /// Engines begin with these from now on.
     pub fn set_settings(&mut self, settings: Vec<u8>) {
         self.settings = settings;
     }
@@ -149,12 +146,12 @@ impl Engines {
         self.get(who).map(Engine::process)
     }
 
-    /// The engines that live and are not over.
+    /// The serving and the next engine.
     pub fn ours(&self) -> Vec<Process> {
         self.serving.iter().chain(&self.next).map(Engine::process).collect()
     }
 
-    /// Does one answer, also operators?
+    /// Whether an engine serves, and answers operators as well.
     pub fn serves(&self) -> bool {
         self.serving.as_ref().is_some_and(Engine::serves)
     }
@@ -163,14 +160,14 @@ impl Engines {
         self.leaving.is_empty()
     }
 
-    /// Give an engine an order, if there is this one. A new engine is told everything anyway.
+    /// Gives an order to this engine, if it exists. A new engine is told everything anyway.
     pub fn give(&mut self, who: Who, order: &Order, fds: &[Arc<SlowFd>]) {
         if let Some(engine) = self.engine(who) {
             engine.give(order, fds);
         }
     }
 
-    /// An event for the event list, which is the engine's. Without one, the next one learns it.
+    /// Adds an event to the event list of the serving engine; without one, of the next.
     pub fn note(&mut self, note: Order) {
         match &mut self.serving {
             Some(engine) => engine.give(&note, &[]),
@@ -178,7 +175,7 @@ impl Engines {
         }
     }
 
-    /// Tell the engine that serves how the last one died, and the events that it has not heard of.
+    /// Tells the engine that serves how its predecessor died, and the events that no engine has heard of.
     pub fn catch_up(&mut self, successor: &str) {
         if let Some((at, how)) = self.died.take() {
             let took = at.elapsed().as_secs_f64() * 1e3;
@@ -190,7 +187,7 @@ impl Engines {
         }
     }
 
-    /// Since when no engine serves, on the monotonic clock, if the last one has died.
+    /// Since when no engine serves, on the monotonic clock; `None` unless the last one has died.
     pub fn unserved_since_ns(&self) -> Option<u64> {
         self.died.as_ref().map(|(at, _)| clock::monotonic_ns_at(*at))
     }
@@ -199,19 +196,17 @@ impl Engines {
         self.engine(who)?.hear()
     }
 
-    /// Give an engine the orders that it takes now.
     pub fn flush(&mut self, who: Who) {
         if let Some(engine) = self.engine(who) {
             engine.flush();
         }
     }
 
-    /// Ask an engine whether it is there, if it is time. Returns `None` if there is none.
+    /// Pings an engine if it is time. Returns `None` if there is none.
     pub fn health(&mut self, who: Who) -> Option<Health> {
         Some(self.engine(who)?.keep(Instant::now()))
     }
 
-    /// Tell this engine to serve, if it was not told: when it has been given all VMs, or that takes long.
     pub fn begin_to_serve(&mut self, who: Who, has_all: bool) {
         if let Some(engine) = self.engine(who) {
             engine.serve(has_all);
@@ -227,7 +222,7 @@ impl Engines {
         }
     }
 
-    /// Start the engine that is to serve, if there is none and it is time. Returns whether it was started.
+    /// Starts the engine that will serve, if there is none and it is time. Returns whether it was started.
     pub fn start(&mut self) -> bool {
         let wait = self.died.as_ref().filter(|_| self.young_deaths > 0).map_or(Duration::ZERO, |(died, _)| {
             let pause = Duration::from_millis(10) * (1 << self.young_deaths.min(7));
@@ -237,7 +232,7 @@ impl Engines {
             return false;
         }
         let started = self.spawn(&self.program.clone()).or_else(|error| {
-            // A program of an upgrade may have become one that cannot be run. Guests wait.
+            // The program of an upgrade may have become unusable, and guests wait.
             if self.program.is_file_of(&self.own_program) {
                 return Err(error);
             }
@@ -279,7 +274,7 @@ impl Engines {
         Ok(engine)
     }
 
-    /// Kill the engine that serves, which is silent. It is buried when it is dead: the keeper does not wait for it.
+    /// Kills the serving engine, which is silent. It is buried when it is dead: the keeper does not wait for that.
     pub fn kill(&mut self, how: &'static str) {
         if let Some(engine) = &mut self.serving {
             tracing::error!(pid = engine.process().pid, "the engine is alive but {how}: ending it");
@@ -287,7 +282,6 @@ impl Engines {
         }
     }
 
-    /// Kill the engine that was to follow, if there is one.
     pub fn end_next(&mut self, why: &str) {
         if let Some(mut next) = self.next.take() {
             tracing::error!(pid = next.process().pid, "the engine that was to follow is ended: {why}");
@@ -296,8 +290,8 @@ impl Engines {
         }
     }
 
-    /// The engine that serves is dead, except threads that the kernel keeps. Returns whether engines are started from
-    /// the program before the last upgrade again; `None` if none served.
+    /// Removes the serving engine, which is dead except for threads that the kernel keeps. Returns whether the next
+    /// engine is again started from the program before the last upgrade; `None` if none served.
     pub fn bury(&mut self) -> Option<bool> {
         let engine = self.serving.take()?;
         let how = engine.end();
@@ -318,8 +312,8 @@ impl Engines {
         Some(is_back)
     }
 
-    /// The engine that is to follow takes the place of the one that serves. If that one lives, it leaves. Engines are
-    /// started from this program from now on.
+    /// Puts the next engine in the place of the serving one, which leaves if it lives. From now on engines are started
+    /// from this program.
     pub fn follow(&mut self, program: Program) {
         let Some(next) = self.next.take() else { return };
         let is_starting = next.is_starting();
@@ -331,7 +325,7 @@ impl Engines {
         self.last_program = Some(last).filter(|last| is_starting && !last.is_file_of(&self.program));
     }
 
-    /// Reap children that have ended, and end engines that were followed and do not leave.
+    /// Reaps children that have ended, and kills engines that were replaced and do not leave.
     pub fn reap(&mut self) {
         self.zombies.retain(|child| matches!(child.try_wait(), Ok(None)));
         for (mut engine, mut deadline) in std::mem::take(&mut self.leaving) {
@@ -349,17 +343,14 @@ impl Engines {
         }
     }
 
-    /// An engine of an earlier keeper was killed. `pidfd` is readable when it is gone.
     pub fn await_end(&mut self, pidfd: OwnedFd) {
         self.dying.push(pidfd);
     }
 
-    /// Each is readable when a killed engine of an earlier keeper is gone.
     pub fn dying(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.dying.iter().map(AsFd::as_fd)
     }
 
-    /// Forget those of [`Engines::dying`] that are gone.
     pub fn forget_dying(&mut self, gone: &[bool]) {
         let mut gone = gone.iter();
         self.dying.retain(|_| gone.next() == Some(&false));
@@ -368,7 +359,6 @@ impl Engines {
 
 #[cfg(test)]
 impl Engines {
-    /// As if no engine had died young.
     pub fn forget_deaths(&mut self) {
         self.young_deaths = 0;
     }
@@ -377,7 +367,6 @@ impl Engines {
         self.restarts
     }
 
-    /// The events that no engine has been told of, and the program before the last upgrade.
     pub fn unsaid(&self) -> &[Order] {
         &self.unsaid
     }

@@ -3,14 +3,14 @@
 //! Before: an engine died, or a client brings back a VM whose keeper died. After: no thread of the engine that the VM's
 //! state file names can change anything of the VM, and another engine may have it.
 //! Threads: any; nothing here waits.
-//! Promise: only the kernel's word counts as proof. If it cannot be known, the VM waits and is checked again, because
-//! two engines that repair the same words at the same time would lose bytes.
+//! Promise: only the kernel's statement is proof. If there is none, the VM waits and is checked again, because two
+//! engines that repair the same words at the same time would lose bytes.
 //!
-//! A killed process runs none of its code any more, but an uninterruptible system call goes on until it is over: for
-//! example one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock. Such a thread delays its own
-//! VM only, and the VM's state file lists the threads that work for it (`ballast_handover::threads`). A thread that is
-//! exiting has done its last call for any VM. One that sleeps over the file store's disk does no harm either: the next
-//! engine's store waits for such calls and io_uring before it frees anything.
+//! A killed process runs none of its code any more, but an uninterruptible system call continues until it is over: for
+//! example a call that needs the `mmap_lock` of a VMM whose own thread hangs with that lock. Such a thread delays its
+//! own VM only: the VM's state file lists the threads that work for it (`ballast_handover::threads`). A thread that is
+//! exiting has done its last call for any VM. A thread that sleeps in a call for the file store's disk does no harm
+//! either: the next engine's store waits for such calls and for io_uring before it frees anything.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,11 +21,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-/// Kill this process, if it still exists. Returns a descriptor that is readable when all of it is gone; `None` if it
-/// is.
+/// Kills this process, if it still exists. Returns a descriptor that is readable when all of the process is gone;
+/// `None` if it is gone already.
 ///
 /// # Errors
-/// It may still exist and run: the kernel could not tell (no descriptors left), or did not kill it.
+/// The process may still exist and run: the kernel could not tell (no descriptors left), or did not kill it.
 pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
         return Ok(None);
@@ -33,7 +33,7 @@ pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => pidfd,
         Err(Errno::SRCH) => return Ok(None),
-        // Some kernels return this if the number is by now that of another process's thread; the start time decides.
+        // Some kernels return this if another process's thread has the number by now; the start time decides.
         Err(error) if Process::find(process.pid)? == Some(process) => return Err(error.into()),
         Err(Errno::INVAL | Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
@@ -53,13 +53,14 @@ pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
 pub enum Left {
     /// No thread that could change anything of the VM.
     Nothing,
-    /// These threads may be in a call about it.
+    /// These threads may be in a system call for it.
     Threads(Vec<u32>),
-    /// It is unknown which threads work for the VM: its engine has not recorded them. All of it must go.
+    /// It is unknown which threads work for the VM, because its engine has not recorded them: the whole process must
+    /// go.
     All,
 }
 
-/// Kill the engines that this VM's state file names, unless they are `ours`. Returns what is left of them.
+/// Kills the engines that this VM's state file names, unless they are `ours`. Returns what is left of them.
 ///
 /// # Errors
 /// As for [`kill`]; or the kernel could not tell what is left.
@@ -79,7 +80,7 @@ pub fn end_for(state: &StateFile, ours: impl IntoIterator<Item = Process>) -> io
 
 fn end_one_for(state: &StateFile, process: Process) -> io::Result<Left> {
     let Some(pidfd) = kill(process)? else { return Ok(Left::Nothing) };
-    // Only now, because it begins nothing any more.
+    // Not before the kill, after which the engine adds no thread.
     let Some(threads) = state.fence_threads(process.pid, process.start) else {
         let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default()))?;
@@ -140,7 +141,7 @@ mod tests {
         let (mut child, process) = sleeping();
         state.name_engine(process.pid, process.start);
         state.open_as(process.pid, process.start);
-        // As if its first thread worked for the VM: it is gone when the process is.
+        // The list names its first thread, which is gone when the process is.
         std::mem::forget(state.list(process.pid).expect("not fenced"));
         while end_for(&state, None).expect("kill it") != Left::Nothing {
             std::thread::yield_now();

@@ -1,6 +1,6 @@
-//! The keeper's state, in parts: the fields of each are changed in its own file only.
+//! The keeper's state, in parts: only a part's own file changes its fields.
 //!
-//! Before: `run` made it. After: each of the other files adds functions to it, which use several parts.
+//! Before: `run` made the keeper. After: each of the other files adds functions to it, which use several parts.
 //! Threads: the keeper's one.
 
 use std::os::fd::{OwnedFd, RawFd};
@@ -15,12 +15,12 @@ use crate::upgrading::Upgrades;
 use crate::vms::Vms;
 use crate::waiting::Making;
 
-/// The longest wait while something must be checked without an event.
+/// The longest wait while a condition must be checked that no event reports.
 pub(crate) const SOON: Duration = Duration::from_millis(20);
 
 /// The lock that makes a process the one keeper of its directory.
 pub(crate) struct Standing {
-    /// The number of the lock file's descriptor. It is open until the process ends: the lock goes with it.
+    /// The lock file's descriptor. It is open until the process ends: the lock goes with it.
     pub lock: RawFd,
     pub attach: Arc<OwnedFd>,
 }
@@ -32,7 +32,6 @@ pub(crate) struct Keeper {
     pub(crate) groups: Vec<(String, Vec<String>)>,
     pub(crate) engines: Engines,
     pub(crate) upgrades: Upgrades,
-    /// This process is about to become another program.
     pub(crate) replacing: Option<Replacing>,
     pub(crate) making: Vec<Making>,
     pub(crate) clients: Clients,
@@ -40,7 +39,6 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// A keeper with these engines and without VMs.
     pub(crate) fn new(options: Options, engines: Engines) -> Self {
         Self {
             standing: None,

@@ -1,10 +1,9 @@
 //! A keeper's record, and a keeper made from it.
 //!
-//! Before: nothing prevents an exec (`replace`). After: the next program has the same VMs, clients and engine as this
-//! one had.
+//! Before: nothing prevents an exec (`replace`). After: the next program has this keeper's VMs, clients and engine.
 //! Threads: the keeper's one.
-//! Promise: making a keeper takes duplicates of the descriptors, reads files, and sends nothing. So if a program fails
-//! here, the one before it can be the keeper again.
+//! Promise: to make a keeper, a program duplicates the descriptors, reads files, and sends nothing. So if it fails
+//! here, the program before it can be the keeper again.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use crate::upgrading::Upgrades;
 use crate::vms::Vms;
 
 impl Keeper {
-    /// The record of this keeper; `None` if it cannot be recorded (`replace` says why).
+    /// The record of this keeper; `None` if it cannot be recorded: `replace` says why.
     pub(crate) fn kept(&self) -> Option<Kept> {
         let standing = self.standing.as_ref()?;
         let mut kept = Kept {
@@ -41,7 +40,7 @@ impl Keeper {
         Some(kept)
     }
 
-    /// The keeper of this record, in the next program. For the other arguments see [`Engines::of`].
+    /// Makes the keeper of this record, in the next program. For the other arguments see [`Engines::of`].
     pub(crate) fn of(kept: &Kept, own_program: Program, is_back: bool) -> anyhow::Result<Self> {
         let options = Options { file_stores: kept.file_stores, groups: kept.groups.clone(), ..Options::default() };
         let engines = Engines::of(kept, own_program, is_back)?;

@@ -1,7 +1,7 @@
 //! Moving: VMs go from the serving engine to its successor, and back if that fails.
 //!
-//! Before: the new engine can serve all VMs, and the old one decides nothing any more (`upgrade`). After: the new
-//! engine has all VMs, or the old one has them again. The steps of a VM are in `stage`.
+//! Before: the new engine can serve all VMs, and the old one makes no more decisions (`upgrade`). After: the new engine
+//! has all VMs, or the old one has them again. The steps of a VM are in `stage`.
 //! Threads: the keeper's one. Nothing here waits.
 //! Promise: a VM's state file names every engine that may have it, before that engine can have heard of it.
 
@@ -20,12 +20,12 @@ use crate::upgrading::Asked;
 use crate::vms::Vm;
 use crate::waiting::UNASKED;
 
-/// VMs that move at once. Few, because each waits for the others of its group; more than one, because one may wait for
-/// its VMM.
+/// Most VMs that move at once. Few, because each waits for the others of its group; more than one, because a VM may
+/// wait for its VMM.
 const AT_ONCE: usize = 4;
 
 impl Keeper {
-    /// Have the old engine release some more VMs, so that they can move; when none is left, the new engine serves.
+    /// Has the old engine release some more VMs, so that they can move. When it has none left, the new engine serves.
     pub(crate) fn move_some(&mut self) {
         let Some(stage) = self.upgrades.stage() else { return };
         let moving = self.vms.iter().filter(|vm| vm.place.is_moving()).count();
@@ -46,7 +46,6 @@ impl Keeper {
         }
     }
 
-    /// Have the old engine close this VM before the new one opens it.
     fn part(&mut self, vm: VmId) {
         let seq = self.ask(Asked::Part(vm));
         if let Some(vm) = self.vms.get_mut(vm) {
@@ -62,7 +61,7 @@ impl Keeper {
         self.give_to_next(vm, Some(since));
     }
 
-    /// Have the new engine open a VM that is on its way to it. `since`: when the old one closed it.
+    /// Has the new engine open a VM. `since`: when the old engine closed it.
     fn give_to_next(&mut self, vm: VmId, since: Option<Instant>) {
         self.hand_over(vm, since.map(clock::monotonic_ns_at));
         let seq = self.ask(Asked::Opened(vm));
@@ -72,7 +71,8 @@ impl Keeper {
         self.engines.give(Who::Next, &Order::Tell { seq, vm }, &[]);
     }
 
-    /// The old engine only serves this VM's faults now, so the new one does so, too; or the old one cannot.
+    /// The old engine now only serves this VM's faults, so the new one serves them, too; or the old one reports that it
+    /// cannot.
     pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), Failure>) {
         let Some(entry) = self.vms.get_mut(vm).filter(|vm| vm.place.at() == At::Resting(seq)) else { return };
         if let Err(why) = result {
@@ -89,8 +89,8 @@ impl Keeper {
     pub(crate) fn opened_by_next(&mut self, vm: VmId, seq: u64, result: &Result<(), Failure>) {
         let name = self.called(vm);
         let since = self.upgrades.opened(vm);
-        // A VM that is gone was closed in turn. One that has returned was closed and is opened again: the reply is
-        // about the first opening.
+        // A VM that is gone was closed in turn. A VM that went and came back was closed and is opened again: the reply
+        // is about the first opening.
         let Some(entry) = self.vms.get(vm).filter(|vm| vm.place.is_asked(seq)) else { return };
         if let Err(why) = result
             && self.upgrades.is_whole(vm)
@@ -103,7 +103,7 @@ impl Keeper {
         }
         self.upgrades.moved(since);
         self.show_upgrade();
-        // Those that failed meanwhile.
+        // Requests that failed while the VM was opened.
         self.order_pending(vm);
     }
 
@@ -113,7 +113,6 @@ impl Keeper {
         self.engines.give(Who::Engine, &Order::HandOver { seq, vm }, &[]);
     }
 
-    /// The old engine has closed a VM that the new one serves.
     pub(crate) fn left_to_next(&mut self, vm: VmId) {
         let closing = self.vms.closing().find(|closing| closing.vm.id() == vm);
         if closing.map(|closing| closing.vm.held.state().has_left()).is_some() {
@@ -131,14 +130,14 @@ impl Keeper {
         self.show_upgrade();
     }
 
-    /// The old engine gets back the VMs of the new one, and those it was about to release.
+    /// Gives the old engine the VMs of the new one, and those that it was about to release.
     pub(crate) fn take_back(&mut self) {
         let (mut back, mut open) = (Vec::new(), Vec::new());
         for vm in self.vms.iter_mut() {
             let since = match vm.place.go_back() {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
-                // VMs that both have are served by the old one until it can open them again (`hand_over`).
+                // The old engine serves a VM of both until it can open it again (`hand_over`).
                 At::Both | At::Next => Instant::now(),
                 At::Resting(_) => {
                     open.push(vm.id());
@@ -155,7 +154,7 @@ impl Keeper {
             closing.take_back();
         }
         for vm in open {
-            // The old engine only serves its faults, and cannot go back to more: it closes the VM and opens it again.
+            // The old engine only serves the faults of this VM, and cannot do more again without a new opening.
             self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
         }
         for (vm, since) in back {
@@ -164,8 +163,8 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// Orders that clients of this VM wait for get new numbers, because an engine may still report the old ones as
-    /// aborted.
+    /// Gives new numbers to the orders for which this VM's clients wait, because an engine may still report the old
+    /// ones as aborted.
     pub(crate) fn ask_again(&mut self, vm: VmId) {
         self.clients.number_again(vm, || self.engines.number());
     }

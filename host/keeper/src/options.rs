@@ -1,11 +1,11 @@
-//! The part of the configuration that the keeper uses. The rest is for its engines, and passes through it as bytes.
+//! The part of the configuration that the keeper uses. The rest passes through it to its engines, as bytes.
 
 use std::path::PathBuf;
 
 /// The options of the keeper.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The directory of the lock: one keeper at a time has it.
+    /// The directory of the lock: only one keeper at a time has it.
     pub runtime_dir: PathBuf,
     /// Where VMMs attach.
     pub attach_socket: PathBuf,
@@ -15,7 +15,7 @@ pub struct Options {
     pub attach_gid: Option<u32>,
     /// Members of this group may connect to the API socket.
     pub reader_gid: Option<u32>,
-    /// A new VM is to have a file store, which the engine makes.
+    /// Whether a new VM gets a file store, which the engine makes.
     pub file_stores: bool,
     /// Groups whose members store equal pages once, and patterns of their members' names.
     pub groups: Vec<(String, Vec<String>)>,
@@ -23,7 +23,7 @@ pub struct Options {
     pub engine: Vec<u8>,
 }
 
-/// Returns the group of a VM of this name: the first with a pattern that is the name, or its beginning and `*`.
+/// The group of a VM with this name: the first with a pattern that is the name, or that is a prefix of it plus `*`.
 pub(crate) fn group_of<'a>(groups: &'a [(String, Vec<String>)], name: &str) -> Option<&'a str> {
     let fits = |pattern: &String| match pattern.strip_suffix('*') {
         Some(beginning) => name.starts_with(beginning),

@@ -1,10 +1,10 @@
-//! Program: the file that engines are started from, whatever has its name by now.
+//! Program: the file that engines are started from, even if another file has its name by now.
 //!
 //! Before: the keeper was started, or an operator named a program. After: engines are started from the file that had
-//! the name then.
+//! the name at that moment.
 //! Threads: the keeper's one.
-//! Promise: a file that was installed since, refused or never tried, runs only when an operator asks for it; and guests
-//! get a new engine also when the file has been removed.
+//! Promise: a file that was installed later, and was refused or never tried, runs only when an operator asks for it.
+//! Guests get a new engine even when the file has been removed.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use rustix::fs::{Mode, OFlags};
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     path: PathBuf,
-    /// Its file, opened for nothing but to be run.
+    /// Its file, opened with `O_PATH`, only to be run.
     file: Arc<OwnedFd>,
 }
 
@@ -41,13 +41,12 @@ impl Program {
         id(self).is_some_and(|this| Some(this) == id(other))
     }
 
-    /// The number of its open file here.
     pub fn number(&self) -> RawFd {
         self.file.as_raw_fd()
     }
 
     pub fn start(&self, args: &[&str], stdin: BorrowedFd<'_>) -> std::io::Result<Child> {
-        // The path of a script's interpreter, too, which has none of our descriptors.
+        // Also the path that a script's interpreter gets, which has none of our descriptors.
         let file = format!("/proc/{}/fd/{}", std::process::id(), self.number());
         Child::start(Path::new(&file), &self.path, args, stdin)
     }

@@ -1,8 +1,8 @@
-//! The files of a VM as the keeper holds them: its state file, its arena, its file store, and those of its regions.
+//! The files of a VM as the keeper holds them: its state file, its stores' files, and the files of its regions.
 //!
-//! Before: an attach was admitted. After: every region of a client has its number in the state file.
+//! Before: an attach was admitted. After: each region of the client has its number in the state file.
 //! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever. No engine
-//! gets the files to open them before the state file names it, nor while an engine that is not ours may change them.
+//! gets the files before the state file names it, nor while an engine that is not ours may change them.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -27,13 +27,12 @@ use crate::taken;
 use ballast_sys::slow_fd::SlowFd;
 
 pub(crate) struct Held {
-    /// The state file, which outlives engines.
     state: StateFile,
-    /// The same file, for the engine.
+    /// The state file again, for orders to the engine.
     file: Arc<SlowFd>,
     stores: Vec<Files>,
-    /// The files of each region, by its number; `None` for one that was unplugged, or that no process has brought back
-    /// yet.
+    /// The files of each region, by its number; `None` for a region that was unplugged, or that no process has brought
+    /// back yet.
     ram: Vec<Option<RamFiles>>,
     uid: u32,
     vmm: String,
@@ -43,13 +42,11 @@ pub(crate) struct Held {
     may_pin: bool,
 }
 
-/// An order and its descriptors.
 pub(crate) type Given = (Order, Vec<Arc<SlowFd>>);
 
 pub type RamFiles = Vec<(Arc<SlowFd>, FileId)>;
 
 impl Held {
-    /// The files of a VM that no keeper has seen before.
     pub fn create(attach: &Attach, uid: u32) -> anyhow::Result<Self> {
         let mut id = [0; 16];
         let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty());
@@ -58,14 +55,13 @@ impl Held {
         }
         let state = StateFile::create(VmId(id), &attach.name)?;
         state.set_limit(attach.limit);
-        // The engine lays it out: a VM can attach while there is no engine.
+        // Empty: the engine formats it, so a VM can attach while there is no engine.
         let arena = arena::create().context("Making the store's file")?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600))?;
         let arena = Files::ram(SlowFd::from(arena));
         Self::new(state, vec![arena], attach.vmm.clone(), uid)
     }
 
-    /// The files of a VM whose RAM no process has brought yet.
     pub fn new(state: StateFile, stores: Vec<Files>, vmm: String, uid: u32) -> anyhow::Result<Self> {
         let duplicate = state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         Ok(Self {
@@ -91,7 +87,6 @@ impl Held {
         let mut held = Self::new(state, stores, vm.vmm.clone(), vm.uid)?;
         let (count, kept) = (held.ram.len(), vm.ram.len());
         anyhow::ensure!(count == kept, "VM {name} has {count} regions, and {kept} were written down");
-        // Several regions may be parts of one file.
         let mut known: HashMap<Number, Arc<SlowFd>> = HashMap::new();
         for (ram, kept) in held.ram.iter_mut().zip(&vm.ram) {
             let Some(kept) = kept else { continue };
@@ -141,7 +136,6 @@ impl Held {
         self.stores.push(files);
     }
 
-    /// Nothing may be reclaimed any more.
     pub fn pin(&mut self, reason: String) {
         self.pinned = Some(reason);
     }
@@ -150,16 +144,15 @@ impl Held {
         self.pinned.is_some()
     }
 
-    /// See [`Attach::may_pin`].
     pub fn set_may_pin(&mut self) {
         self.may_pin = true;
     }
 
-    /// Have this engine open the VM: its state file names the engine from now on, beside the one that leaves if both
-    /// are to have it. Returns the order.
+    /// Has this engine open the VM: the state file names the engine from now on, beside the leaving engine if
+    /// `is_beside`. Returns the order.
     ///
     /// # Errors
-    /// Something may be left of an engine that the state file names and that is not one of `ours`.
+    /// A part of an engine may be left that the state file names and that is not one of `ours`.
     pub fn open(&mut self, engine: Process, is_beside: bool, ours: &[Process]) -> Result<Given, io::Result<Left>> {
         match fence::end_for(&self.state, ours.iter().copied()) {
             Ok(Left::Nothing) => {}
@@ -183,14 +176,14 @@ impl Held {
         Ok((order, fds))
     }
 
-    /// The order that has an engine look at the VM and change nothing.
+    /// The order to examine the VM and change nothing.
     pub fn check(&self, seq: u64) -> Given {
         let (fds, files, regions) = self.descriptors();
         let (vm, stores) = (self.state.id(), Files::counts(&self.stores));
         (Order::CheckVm { seq, vm, stores, files, regions }, fds)
     }
 
-    /// The order that tells the engine of a region, which this process has at `span`, or brings with its view.
+    /// The order that tells the engine of a region, which this process maps at `span`, or brings with its view.
     pub fn add_region(&self, pid: u32, span: Option<Span>, number: u32) -> Option<Given> {
         let files = self.ram.get(number as usize)?.as_ref()?;
         let fds: Vec<_> = files.iter().map(|(fd, _)| fd.clone()).collect();
@@ -201,9 +194,9 @@ impl Held {
         self.state.regions().iter().zip(&self.ram).any(|(record, ram)| record.removed && ram.is_some())
     }
 
-    /// Drop the files of regions that the engine has removed and that no process `has`. An engine that has not opened
-    /// the VM, or that another process still has them from, did not remove them: the one that opens the VM next needs
-    /// them.
+    /// Drops the files of regions that the engine has removed and that no process `has`. A region is kept if it was not
+    /// removed by an engine, because the VM was not open or another process still has it: the engine that opens the VM
+    /// next needs the files.
     pub fn forget_removed(&mut self, has: &HashSet<u32>) {
         for ((number, record), ram) in (0..).zip(self.state.regions()).zip(&mut self.ram) {
             if record.removed && !has.contains(&number) {
@@ -212,8 +205,8 @@ impl Held {
         }
     }
 
-    /// The descriptors that travel with `OpenVm`, how many of the last of these are RAM files, and how many regions
-    /// these belong to.
+    /// The descriptors that travel with `OpenVm`, the number of RAM files, which are the last of them, and the number
+    /// of regions in the state file.
     fn descriptors(&self) -> (Vec<Arc<SlowFd>>, u8, u32) {
         let mut seen = HashSet::new();
         // The engine needs no files of an unplugged region, even if a process that could not be served still has it.
@@ -225,27 +218,24 @@ impl Held {
         (all.cloned().collect(), ram.len() as u8, self.ram.len() as u32)
     }
 
-    /// The bytes of files that are RAM of this VM, brought or still missing.
+    /// The parts of files that are RAM of this VM, brought or still missing.
     fn ranges(&self) -> FileRanges {
         let records: Vec<_> = self.state.regions().into_iter().filter(|record| !record.removed).collect();
         records.iter().flat_map(RegionRecord::places).collect()
     }
 
-    /// Is any of these bytes RAM of this VM?
     pub fn has_any(&self, ram: &FileRanges) -> bool {
         self.ranges().overlap(ram).is_some()
     }
 
-    /// Regions that are not unplugged and whose RAM no process has brought.
     pub fn missing(&self) -> Vec<(u32, RegionRecord)> {
         let records = self.state.regions().into_iter().zip(&self.ram).enumerate();
         let missing = records.filter(|(_, (record, ram))| !record.removed && ram.is_none());
         missing.map(|(number, (record, _))| (number as u32, record)).collect()
     }
 
-    /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, new ones are
-    /// added and their numbers put into `added`, also when something fails afterwards. Without it an unknown region is
-    /// refused.
+    /// Gives each region of an attach its number. Regions of the state file are matched. If `may_add`, new regions are
+    /// added, and their numbers put into `added`, even if a later step fails; otherwise a new region is refused.
     pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> anyhow::Result<Vec<(Span, u32)>> {
         let mut spans = Vec::new();
         for ram in ram {
@@ -266,7 +256,7 @@ impl Held {
         Ok(spans)
     }
 
-    /// Are a region's files here?
+    /// Keeps the files of a region that a process has brought, unless they are here already.
     pub fn bring(&mut self, number: u32, files: RamFiles) {
         let known: HashMap<FileId, Arc<SlowFd>> =
             self.ram.iter().flatten().flatten().map(|(fd, id)| (*id, fd.clone())).collect();
@@ -274,7 +264,7 @@ impl Held {
         self.ram[number as usize].get_or_insert_with(|| files.into_iter().map(once).collect());
     }
 
-    /// The number of a region that is known, unless it is `taken`.
+    /// The number of this region in the state file, unless it is `taken`.
     pub fn find(&self, ram: &Ram, taken: &[(Span, u32)]) -> Option<u32> {
         let same = |(number, record): &(usize, RegionRecord)| {
             !record.removed
@@ -284,7 +274,6 @@ impl Held {
         self.state.regions().into_iter().enumerate().find(same).map(|(number, _)| number as u32)
     }
 
-    /// Add a region, without its descriptors yet.
     pub fn append(&mut self, ram: &Ram) -> anyhow::Result<u32> {
         let (at, ranges) = (ram.span.hva, Ram::ranges(std::slice::from_ref(ram)));
         let mut files: HashSet<FileId> = ram.files.iter().map(|(_, id)| *id).collect();
@@ -325,8 +314,8 @@ impl Held {
         self.missing().into_iter().flat_map(|(_, record)| record.files).collect()
     }
 
-    /// Treat missing regions as unplugged. If a process still maps one, `permanently` is false, and a process that
-    /// brings it later is refused, because it would read zeros.
+    /// Treats missing regions as unplugged. If a process may still map one, `permanently` is false: a process that
+    /// brings the region later is refused, because it would read zeros.
     pub fn give_up_missing(&mut self, permanently: bool) {
         for (number, _) in self.missing() {
             if permanently {
@@ -337,7 +326,7 @@ impl Held {
         }
     }
 
-    /// Read-only descriptors of its files, for the client to keep for the next keeper.
+    /// Read-only descriptors of the VM's files, which the client keeps for the next keeper.
     pub fn escrow(&self) -> anyhow::Result<Vec<OwnedFd>> {
         let mut reopened = vec![memfd::reopen(self.file.as_fd(), false)];
         for files in &self.stores {

@@ -1,26 +1,25 @@
-//! Replace: the keeper becomes another program, in the same process: the pid, the children, the sockets and the lock
-//! stay.
+//! Replace: the keeper becomes another program, in the same process: pid, children, sockets and lock stay.
 //!
 //! Before: the engine of an upgrade serves all VMs. After: this process runs the upgrade's program, with the same VMs,
-//! clients and engine; or the keeper is as before, and operators are told why.
-//! Threads: the keeper's one. An exec ends all others, and waits for one that is in an uninterruptible call; so there
-//! are only idle ones when it begins.
+//! clients and engine; or the keeper continues as before, and operators are told why.
+//! Threads: the keeper's one. An exec ends all other threads, and waits for a thread that is in an uninterruptible
+//! call; so it begins only when there are no others.
 //! Promise: all pending state of this keeper is recorded. A message that a client or the engine has sent is in its
 //! socket, complete, until the next program reads it.
 //!
 //! | Step | Goes on when | Otherwise |
 //! |---|---|---|
-//! | Waiting: engine, VMs, attaches come to rest; clients are not read when only these are left | they have | stays |
-//! | Exec: descriptors are kept open, all is written down | the program runs | the exec fails: stays |
-//! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | becomes the last program again |
-//! | Serving: duplicates in hand, it closes what it was handed | | |
+//! | Waiting: engine, VMs, attaches come to rest; then clients are not read | nothing prevents the exec | stays |
+//! | Exec: descriptors are kept open, the record is written | the program runs | the exec fails: stays |
+//! | Following: the new program makes the keeper ([`Keeper::of`]) | it is made | becomes the last program again |
+//! | Serving: it has duplicates, and closes the descriptors that it was handed | | |
 //!
 //! | Dies in | What follows |
 //! |---|---|
-//! | Waiting: the engine | its successor is started from the new program, as after any engine's death; then on |
+//! | Waiting: the engine | its successor is started from the new program, as usual; the wait goes on |
 //! | Exec, Following, Serving: this process | as for any keeper: the engine serves on, clients come to the next one |
 //! | Following: the engine | the keeper that is made finds its pidfd readable |
-//! | the same: a client | the keeper that is made finds the end of its connection |
+//! | Following: a client | the keeper that is made finds the end of its connection |
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -40,24 +39,24 @@ use crate::program::Program;
 use crate::replacing::Replacing;
 use crate::stage::Deadline;
 
-/// How long something may prevent the exec. An engine that leaves has 5 s, as has an attach that waits for its file
-/// store. Shorter than a client's time to attach, because clients may not be read meanwhile.
+/// How long an obstacle may prevent the exec. An engine that leaves has 5 s, as has an attach that waits for its file
+/// store. Shorter than a client's time to attach, because clients may not be read during this wait.
 const WAIT_WITHIN: Duration = Duration::from_secs(8);
 
-/// Arguments of a program that becomes the keeper: the descriptor of the record, and the program to become if it cannot
-/// be the keeper; or why it is the keeper again.
+/// Arguments of a program that becomes the keeper: the record, and the program to become if it cannot be the keeper; or
+/// why it is the keeper again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Follow {
-    /// A file that [`Kept`] wrote.
+    /// Descriptor of the file that [`Kept`] wrote.
     pub kept: Number,
-    /// The program before it.
+    /// The program before this one, to become if this one fails.
     pub back: Option<PathBuf>,
-    /// Why the program before it failed.
+    /// Why the other program failed, if this one is the keeper again.
     pub because: Option<String>,
 }
 
 impl Keeper {
-    /// The engine of this program serves: the keeper is to follow it.
+    /// The engine of this program serves: the keeper will become the program as well.
     pub(crate) fn begin_replacing(&mut self, program: Program) {
         if self.kept().is_none() {
             return self.stays("the engine ended");
@@ -66,7 +65,7 @@ impl Keeper {
         self.try_lost_now();
     }
 
-    /// Continue it. Returns how soon to check again.
+    /// Continues the replacement. Returns how soon to check again.
     pub(crate) fn tend_replacing(&mut self) -> Option<Duration> {
         self.replacing.as_ref()?;
         let in_the_way = self.in_the_way();
@@ -83,12 +82,12 @@ impl Keeper {
         self.replacing.as_ref().map(|_| SOON)
     }
 
-    /// Are clients not read, because their requests would prevent the exec?
+    /// Whether clients are not read, because their requests would prevent the exec.
     pub(crate) fn is_hushed(&self) -> bool {
         self.replacing.is_some() && self.engine_in_the_way().is_none()
     }
 
-    /// Obstacles that do not come from clients.
+    /// An obstacle that does not come from clients.
     fn engine_in_the_way(&self) -> Option<String> {
         let unrest = self.vms.all().find(|vm| !vm.place.is_at_rest());
         if !self.engines.serves() {
@@ -117,7 +116,7 @@ impl Keeper {
         if self.engines.get(Who::Engine).is_some_and(Engine::has_orders) {
             return Some("the engine does not take its orders".into());
         }
-        // An exec would wait for these threads, and no keeper would run meanwhile.
+        // The exec would wait for these threads, and no keeper would run while it waits.
         let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
         if threads > 1 {
             return Some("a descriptor that a client sent is being closed, or processes are being looked at".into());
@@ -125,7 +124,7 @@ impl Keeper {
         None
     }
 
-    /// Exec. Returns why that failed.
+    /// Executes the program. Returns why that failed.
     fn become_keeper(&mut self, program: &Program) -> anyhow::Error {
         let exec = || -> anyhow::Result<()> {
             let kept = self.kept().context("There is no engine")?;
@@ -146,7 +145,7 @@ impl Keeper {
         exec().err().unwrap_or_else(|| anyhow::anyhow!("the exec has returned"))
     }
 
-    /// The exec is abandoned.
+    /// Abandons the exec: the keeper stays what it is.
     pub(crate) fn stays(&mut self, why: &str) {
         self.replacing = None;
         self.replaced(Err(why.into()));
@@ -161,13 +160,13 @@ impl Keeper {
         tracing::info!("{message}");
         let kind = if result.is_ok() { "keeper-upgraded" } else { "keeper-stays" };
         self.upgrades.finish(result);
-        // An observer who sees that it is done finds the event, too.
+        // Before the upgrade is shown as done, so that an observer who sees that finds the event.
         self.host_note(kind, message);
         self.show_upgrade();
     }
 }
 
-/// Become the program of this file, by this name, which is to be the keeper. Returns why that failed.
+/// Executes this file as a keeper, under this name. Returns why that failed.
 fn become_follower(file: &OsStr, name: &OsStr, Follow { kept, back, because }: &Follow) -> std::io::Error {
     let mut args: Vec<OsString> = vec!["keeper".into(), kept.to_string().into()];
     for (name, value) in
@@ -178,13 +177,14 @@ fn become_follower(file: &OsStr, name: &OsStr, Follow { kept, back, because }: &
     become_program(file, name, &args.iter().map(OsString::as_os_str).collect::<Vec<_>>())
 }
 
-/// The keeper that the previous program was, in this one. If that fails, become the previous program again.
+/// Makes, in this program, the keeper that the previous program was. If that fails, becomes the previous program again.
 pub(crate) fn follow(follow: &Follow) -> anyhow::Result<Keeper> {
-    // One that was executed from a descriptor has that one's number as its name.
+    // A program that was executed from a descriptor has the descriptor's number as its name.
     let _ = rustix::thread::set_name(c"ballastd");
     let made = duplicate(follow.kept).context("Taking over what the keeper held").and_then(|file| {
         let kept = Kept::read(&file).context("Reading what the keeper held")?;
-        // It was started by its open file. The engine is of the same program, unless that could not be the keeper.
+        // It was executed from its open file, so the record has its name. The engine is of the same program, unless
+        // that program could not be the keeper.
         let own = if follow.because.is_some() { &kept.own_program } else { &kept.program };
         let own = Program::own(OsString::from_vec(own.clone()).into()).context("Opening this program's own file")?;
         Ok((Keeper::of(&kept, own, follow.because.is_some())?, kept))
@@ -193,14 +193,15 @@ pub(crate) fn follow(follow: &Follow) -> anyhow::Result<Keeper> {
         Ok(made) => made,
         Err(error) => return Err(go_back(follow, error)),
     };
-    // None of these may be lost yet. The lock's must never be closed, because the lock would go with it.
+    // Not earlier: the previous program would need the record's descriptors. The lock's is never closed: the lock would
+    // go with it.
     keep(kept.lock, false).context("Taking over the lock")?;
     close_kept().context("Closing what is not needed twice")?;
     keeper.replaced(follow.because.as_deref().map_or(Ok(()), |why| Err(why.into())));
     Ok(keeper)
 }
 
-/// Become the previous program. Returns why that failed.
+/// Becomes the previous program. Returns why that failed.
 fn go_back(Follow { kept, back, .. }: &Follow, error: anyhow::Error) -> anyhow::Error {
     let Some(back) = back else { return error };
     tracing::error!("this program cannot be the keeper: {error:#}; going back to the last one");

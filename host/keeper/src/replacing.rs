@@ -1,13 +1,13 @@
 //! The keeper's state while it is about to become another program.
 //!
-//! Before: an upgrade's engine serves. After: this process is the other program's; or it stays, and operators are told
-//! why.
+//! Before: an upgrade's engine serves. After: this process has become the program; or the keeper stays, and operators
+//! are told why.
 //! Threads: the keeper's one.
 
 use crate::program::Program;
 use crate::stage::Deadline;
 
-/// The replacement under way: something still prevents the exec.
+/// A replacement that waits: an obstacle still prevents the exec.
 pub(crate) struct Replacing {
     pub program: Program,
     pub deadline: Deadline,

@@ -1,11 +1,10 @@
-//! Resume: a VM that existed before this keeper, or before its attach socket was cut, is a VM again.
+//! Resume: a VM that existed before this keeper, or before its attach socket was cut, is attached again.
 //!
-//! Before: a process brought the VM's state file and stores back (`attach`). After: the engine has the VM. If no
-//! process has brought some of its regions yet, it has it when one brings them, or when they are given up (`lost`).
+//! Before: a process brought the VM's state file and stores back (`attach`). After: the engine has the VM. If some of
+//! its regions are missing, the engine gets it when a process brings them, or when they are given up (`lost`).
 //! Threads: the keeper's one; `lost` searches on a thread of its own.
-//! Promise: no engine gets the VM before the one that may have been serving it can do nothing to it any more, and that
-//! one is not ended before ours serves. A region that a process may still map is not given up before `LONGEST_WAIT` is
-//! over.
+//! Promise: no engine gets the VM while the engine that served it last can still change it, and that engine is not
+//! ended before ours serves. A region that a process may still map is not given up before `LONGEST_WAIT` is over.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -27,16 +26,17 @@ use crate::regions::Held;
 use crate::vms::Vm;
 
 impl Keeper {
-    /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
-    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until all of it is gone. Our own engine was
-    /// told to close the VM before this, and carries out the orders about a VM in turn.
+    /// Takes back a VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be
+    /// serving it, or be about to open it: it is killed here, and [`Keeper::hand_over`] waits until all of it is gone.
+    /// Our own engine was told to close the VM before, and carries out the orders about a VM in turn.
     pub(crate) fn resume(&mut self, attach: &Attach, Escrow { state, stores }: Escrow, uid: u32) -> anyhow::Result<Vm> {
         let state = state.as_fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         let state = StateFile::open(state)?;
         if Some(state.id()) != attach.resume {
             bail!("the state file is another VM's");
         }
-        // A store that no engine of ours can open stays with one that can. (An index was opened to find its file.)
+        // If no engine of ours could open a store, the VM stays with the engine that can. (An index is opened to find
+        // its file.)
         for files in &stores {
             let layout = match files.store() {
                 RAM_STORE => &arena::RAM,
@@ -49,7 +49,7 @@ impl Keeper {
         }
         let named = state.engine().map(|(pid, start)| Process { pid, start });
         let leaving = state.leaving().map(|(pid, start)| Process { pid, start });
-        // One of ours closes it, after its earlier orders; the same one opens it again.
+        // If an engine of ours has the VM, it closes the VM after its earlier orders, and opens it again.
         let next = self.engines.process(Who::Next);
         let who = if named.is_some() && named == next { Who::Next } else { Who::Engine };
         let ours = self.engines.ours();
@@ -63,7 +63,7 @@ impl Keeper {
         }
         let name = state.name();
         if self.vms.has_name(&name) {
-            // Its guest waits for its memory; its name can be mended later.
+            // Its guest waits for its memory, so the VM gets another name, which can be corrected later.
             let free = free_name(&name, |name| self.vms.has_name(name));
             state.rename(&free);
             self.note(
@@ -76,8 +76,8 @@ impl Keeper {
         Ok(Vm { held, place: Place::with(who) })
     }
 
-    /// Why this VM may not return yet: the engine that an earlier keeper left behind serves it, and ours does not. If
-    /// ours never does, that one goes on, also for VMs that have not returned.
+    /// Why this VM may not return yet: an earlier keeper's engine serves it, and ours does not serve yet. If ours never
+    /// does, the earlier engine continues, also for VMs that have not returned.
     pub(crate) fn must_wait_for_engine(&self, escrow: &Escrow) -> Option<String> {
         if self.engines.serves() {
             return None;
@@ -92,7 +92,7 @@ impl Keeper {
         Some("the engine of the last keeper serves it, and the one of this keeper does not serve yet".into())
     }
 
-    /// Hand a VM to the engine, or begin to look for the regions that no process has brought.
+    /// Hands a VM to the engine, or begins to search for the regions that no process has brought.
     pub(crate) fn search_or_hand_over(&mut self, id: VmId) {
         let Some(vm) = self.vms.get_mut(id) else { return };
         let missing = vm.held.missing_files();
@@ -108,7 +108,7 @@ impl Keeper {
         self.note(name, "region-missing", message);
     }
 
-    /// Go on with VMs that wait for regions. Returns whether there are any.
+    /// Continues with VMs that wait for regions. Returns whether there are any.
     pub(crate) fn tend_vms(&mut self, now: Instant) -> bool {
         for id in self.vms.remember(now) {
             self.forget_removed(id);
@@ -130,7 +130,6 @@ impl Keeper {
     }
 }
 
-/// A name like this one that is free.
 fn free_name(name: &str, is_taken: impl Fn(&str) -> bool) -> String {
     let named = |number: u64| {
         let suffix = format!("-{number}");

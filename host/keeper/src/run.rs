@@ -1,7 +1,7 @@
 //! The keeper's loop: the events that it waits for, and its checks in between.
 //!
 //! Before: `ballastd` is started, or another program became it. After: it is killed, or becomes another program.
-//! Threads: the keeper's one, which waits in `poll` for clients, the engine's answers and the engine's death.
+//! Threads: the keeper's one, which waits in `poll` for clients, the engine's replies and the engine's death.
 //! Promise: no two keepers have one runtime directory. No call of the loop waits for another process.
 //!
 //! | Event | Read by | Changes |
@@ -33,12 +33,12 @@ use crate::program::Program;
 use crate::replace::{self, Follow};
 use crate::vms::Vm;
 
-/// How long the lock is tried.
+/// How long to try to get the lock.
 const LOCKS_WITHIN: Duration = Duration::from_secs(1);
 
-/// Run until killed.
+/// Runs a new keeper until it is killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
-    // Whatever the umask is, nobody else writes there.
+    // Whatever the umask is, no other user may write there.
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&options.runtime_dir);
     made.with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
     // Never closed, because the lock would go with it.
@@ -55,7 +55,7 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// Continue where the previous program was: in this process, with its record. Run until killed.
+/// Continues as the keeper that the previous program was: in this process, with its record. Runs until killed.
 pub fn follow(follow: &Follow) -> anyhow::Result<()> {
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
@@ -64,10 +64,10 @@ pub fn follow(follow: &Follow) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// One keeper at a time: two would fight for the sockets. The lock is the open file's, in a file that no other user can
-/// open: nobody else can hold it, and a client that sends the file takes nothing from this process, as closing any
-/// descriptor of the file would with a lock of the process (`F_SETLK`). An engine that is being started has a copy of
-/// the descriptor for a moment, so the lock is tried for a while.
+/// One keeper at a time: two would fight for the sockets. The lock belongs to the open file, and no other user can open
+/// that file, so nobody else can hold the lock. A client that sends the file takes nothing from this process; a lock of
+/// the process (`F_SETLK`) would go when any descriptor of the file is closed. An engine that is being started has a
+/// copy of the descriptor for a moment, so the lock is tried for a while.
 fn lock(path: &Path, at_most: Duration) -> anyhow::Result<std::fs::File> {
     let options = std::fs::File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
     let file = options.with_context(|| format!("Opening {}", path.display()))?;
@@ -84,7 +84,7 @@ fn lock(path: &Path, at_most: Duration) -> anyhow::Result<std::fs::File> {
     }
 }
 
-/// Every VM costs a handful of descriptors.
+/// Raises the limit of descriptors, because every VM takes a handful.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
@@ -93,8 +93,8 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Listen here, without blocking. At any moment there is a socket under the name, the old one or this one, and none
-/// before its mode is right: the new one replaces the old one when it is ready.
+/// Listens at this path, without blocking. At any moment there is a socket under the name, the old or the new one, and
+/// never with a wrong mode: the new one replaces the old one when it is ready.
 pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
     let bind = || -> std::io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
@@ -137,8 +137,8 @@ impl Keeper {
         }
     }
 
-    /// Report which pages of state files this process found lost to memory errors; the files go on with the remembered
-    /// content.
+    /// Reports which pages of state files this process found lost to memory errors; the files have the remembered
+    /// contents now.
     fn tell_losses(&mut self, errors_seen: &OwnedFd) {
         if rustix::io::read(errors_seen, &mut [0; 8]).is_err() {
             return;
@@ -150,7 +150,7 @@ impl Keeper {
         }
     }
 
-    /// Wait for one round of events, for at most `pause`, and handle them.
+    /// Waits for one round of events, for at most `pause`, and handles them.
     fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
         let is_heard = !self.is_hushed();
         let interests = self.clients.interests().filter(|_| is_heard);
@@ -174,7 +174,7 @@ impl Keeper {
         let timeout = Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos() as _ };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            // The limit of descriptors was lowered, and is less than those that are waited for.
+            // The limit of descriptors was lowered below the number that `poll` waits for.
             Err(rustix::io::Errno::INVAL) => {
                 raise_descriptor_limit();
                 std::thread::sleep(SOON);
@@ -189,7 +189,8 @@ impl Keeper {
             self.hear(*who);
             self.engines.flush(*who);
         }
-        // The next engine first: if both are dead, neither replaces the other. It may have done so by now.
+        // The next engine first: if both are dead, neither may replace the other. It may have replaced the other by
+        // now.
         for (who, process, _) in engines.into_iter().rev().filter(|(.., at)| ready[*at]) {
             if self.engines.process(who) == Some(process) {
                 match who {

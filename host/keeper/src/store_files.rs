@@ -20,8 +20,8 @@ use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, fstat, makedev, statx};
 
 use ballast_sys::slow_fd::SlowFd;
 
-/// The files of one store: the arena of the RAM store; the place of the file store's file, and its index; the arena of
-/// the VM's group, which other VMs have as well, in an opening that says that this VM is there.
+/// The files of one store. RAM store: its arena. File store: the place of its file, and its index. Group store: the
+/// arena of the VM's group, which other VMs have as well, in an opening that announces this VM.
 #[derive(Debug)]
 pub struct Files {
     store: u8,
@@ -33,30 +33,28 @@ impl Files {
         Self { store: RAM_STORE, files: vec![Arc::new(arena)] }
     }
 
-    /// The files of the file store: the place of its file, and its index.
     pub fn file(files: [SlowFd; 2]) -> Self {
         Self { store: FILE_STORE, files: files.into_iter().map(Arc::new).collect() }
     }
 
-    /// The files of the store with this number, as a keeper held them.
     pub fn of(store: u8, files: Vec<Arc<SlowFd>>) -> Self {
         Self { store, files }
     }
 
-    /// The file of the group store, for this VM: an opening of its own of the group's arena.
+    /// The file of the group store, for this VM: a new opening of the group's arena.
     pub fn group(arena: SlowFd, vm: VmId) -> anyhow::Result<Self> {
         arena::announce(&arena, vm).context("Announcing a member of a group")?;
         Ok(Self { store: GROUP_STORE, files: vec![Arc::new(arena)] })
     }
 
-    /// The arena of the VM's group, if that is what these are.
     pub fn group_arena(&self) -> Option<&Arc<SlowFd>> {
         self.files.first().filter(|_| self.store == GROUP_STORE)
     }
 
     /// The files of this VM's stores that a client brings back, reopened for writing.
     ///
-    /// # Errors They are not the files that this client was given; the error says why.
+    /// # Errors
+    /// They are not the files that this client was given; the error says why.
     pub fn take_back(
         vm: VmId,
         stores: &[StoreFiles],
@@ -78,7 +76,7 @@ impl Files {
             }
         };
         let files = stores.iter().map(take_back).collect::<anyhow::Result<Vec<_>>>()?;
-        // The engine opens them in the order of their numbers, and none without the RAM store.
+        // The engine opens the stores in the order of their numbers, and none of them without the RAM store.
         if files.iter().any(|files| files.store == RAM_STORE) { Ok(files) } else { bail!("no arena was brought back") }
     }
 
@@ -86,7 +84,6 @@ impl Files {
         self.store
     }
 
-    /// The counts of these files, for a message.
     pub fn counts(stores: &[Self]) -> Vec<StoreFiles> {
         stores.iter().map(|files| StoreFiles { store: files.store, count: files.files.len() as u8 }).collect()
     }
@@ -95,10 +92,10 @@ impl Files {
         self.files.iter()
     }
 
-    /// Descriptors of the same files, for a client of this VM to keep: read-only, and a place as a place.
+    /// Descriptors of these files for a client of this VM to keep: read-only, and a place as a place.
     pub fn escrow(&self, vm: VmId) -> io::Result<Vec<OwnedFd>> {
         match (self.store, self.files.as_slice()) {
-            // Opening the file might wait for its disk, and closing it then, too.
+            // To open the file, or to close it then, might have to wait for its disk.
             (FILE_STORE, [file, index]) => {
                 Ok(vec![file.as_fd().try_clone_to_owned()?, memfd::reopen(index.as_fd(), false)?])
             }
@@ -112,23 +109,23 @@ impl Files {
     }
 }
 
-/// Why a file is not taken back.
 const STRANGE: &str = "it is not the file this client was given";
 
-/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
-/// returns those without asking the file's own file system; then other calls are safe, too.
+/// Whether this is a file of the shared-memory file system. Only such files and huge-page files have seals, and the
+/// kernel returns these without asking the file's own file system. After that check, other calls are safe, too.
 fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
     Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
 }
 
-/// Is it in the kernel's own tmpfs, where memfds are and no file has a path?
+/// Whether the file is in the kernel's own tmpfs, which has the memfds, and where no file has a path.
 fn is_memfd(fd: impl AsFd) -> io::Result<bool> {
     let one = memfd::create("ballast-compare", Bytes(0))?;
     Ok(memfd::file_id(one)?.dev == memfd::file_id(fd)?.dev)
 }
 
-/// Reopen, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode
-/// 0600: no other user can make one. The pool's files of base pages have that owner and mode, but VMs write to those.
+/// Reopens, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode
+/// 0600: no other user can make one. The pool's files of base pages have that owner and mode, too, but VMs write to
+/// them.
 pub fn reopen_ours(fd: SlowFd, what: &str) -> anyhow::Result<SlowFd> {
     let reopen = || -> anyhow::Result<OwnedFd> {
         ensure!(is_shmem(&fd)? && is_memfd(&fd)?, STRANGE);
@@ -141,8 +138,8 @@ pub fn reopen_ours(fd: SlowFd, what: &str) -> anyhow::Result<SlowFd> {
     Ok(opened.into())
 }
 
-/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is read
-/// without waiting for its file system: until it is known, it may be any file.
+/// Takes back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
+/// read without waiting for its file system: until it is known, it may be any file.
 fn place_named(fd: SlowFd, index: &SlowFd) -> anyhow::Result<SlowFd> {
     let place = || -> anyhow::Result<OwnedFd> {
         let named = arena::file_of(index.as_fd())?;

@@ -11,12 +11,10 @@ use ballast_sys::spawn::Child;
 
 use ballast_sys::slow_fd::SlowFd;
 
-/// A descriptor that is the keeper's own.
 pub(crate) fn fd(number: Number) -> anyhow::Result<OwnedFd> {
     duplicate(number).with_context(|| format!("Taking over descriptor {number}"))
 }
 
-/// A descriptor that a client sent.
 pub(crate) fn sent(number: Number) -> anyhow::Result<SlowFd> {
     Ok(fd(number)?.into())
 }

@@ -1,4 +1,4 @@
-//! The keeper without VMMs, and with a program in place of its engine that takes no orders.
+//! The keeper without VMMs; the program in place of its engine takes no orders.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -34,14 +34,13 @@ use ballast_sys::slow_fd::SlowFd;
 
 pub(crate) const LOST: Lost = Lost { flags: 0, word: 0 };
 
-/// A keeper whose engines are of this program.
 pub(crate) fn keeper_of(program: PathBuf) -> Keeper {
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
     let engines = Engines::new(Program::at(program).expect("a program"), Vec::new(), api);
     Keeper::new(Options::default(), engines)
 }
 
-/// A keeper whose engine sleeps, and the directory of that program.
+/// A keeper whose engine sleeps, and the directory of the engine's program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("temporary directory");
     let program = dir.path().join("engine");
@@ -68,13 +67,13 @@ pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     }
 }
 
-/// A process that connected, and the other end of its socket.
+/// A process that connected: its key, and the other end of its socket.
 fn process(keeper: &mut Keeper, pid: u32) -> (u64, OwnedFd) {
     let (ours, theirs) = ballast_sys::scm::pair().expect("socket pair");
     (keeper.clients.add(ours, Peer { pid, uid: 0 }), theirs)
 }
 
-/// A process with a view of this VM, which maps region 0 at 0; and the other ends of its two sockets.
+/// A process that maps region 0 of this VM at 0: its key, and the other ends of its two sockets.
 fn process_of(keeper: &mut Keeper, vm: VmId, pid: u32) -> (u64, [OwnedFd; 2]) {
     let (key, socket) = process(keeper, pid);
     let (ours, control) = ballast_sys::scm::pair().expect("socket pair");
@@ -111,7 +110,6 @@ fn first_vm(keeper: &mut Keeper) -> &mut Vm {
     keeper.vms.iter_mut().next().expect("a VM")
 }
 
-/// The first of its VMs that are being closed.
 fn first_closing(keeper: &mut Keeper) -> &mut Closing {
     keeper.vms.closing_mut().next().expect("a VM that is being closed")
 }
@@ -126,7 +124,7 @@ fn engine_of(keeper: &Keeper) -> Process {
     keeper.engines.process(Who::Engine).expect("an engine")
 }
 
-/// End the engine and have the keeper see it.
+/// Ends the engine and has the keeper notice it.
 fn end_engine(keeper: &mut Keeper) {
     let pidfd = fence::kill(engine_of(keeper)).expect("end the engine").expect("it was there");
     poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], None).expect("poll");
@@ -141,7 +139,7 @@ fn a_state_file_names_its_engine_before_the_engine_has_heard_of_the_vm() {
     keeper.keep_engines();
     let after = new_vm(&mut keeper, "after");
     keeper.hand_over(after, None);
-    // It sleeps and takes no order, so whatever is in the state files the keeper wrote.
+    // The engine sleeps and takes no order, so the keeper wrote everything that is in the state files.
     for _ in 0..2 {
         let Process { pid, start } = engine_of(&keeper);
         for id in [before, after] {
@@ -272,7 +270,8 @@ fn what_an_engine_lacked_for_a_vm_is_remembered_if_it_has_the_vm_and_as_long_as_
     assert!(keeper.tend_lost().is_some() && is_lost(&keeper), "orders of it go to the next engine");
     first_vm(&mut keeper).place.go_back();
     assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
-    // The keeper is to become another program: what is lost now is tried at once, and what is lost then after a pause.
+    // The keeper will become another program: a VM is tried at once if it was lost before, and after a pause if it is
+    // lost later.
     keeper.lost(Who::Engine, vm);
     keeper.try_lost_now();
     assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
@@ -289,7 +288,6 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
     first.keep_engines();
-    // As its engine would.
     let arena = first_vm(&mut first).held.stores()[0].iter().next().expect("an arena");
     arena::format(&arena::RAM, &**arena, 4).expect("laid out");
     let escrow = first_vm(&mut first).held.escrow().expect("escrow");
@@ -432,7 +430,7 @@ fn a_region_that_was_removed_after_its_last_process_was_gone_keeps_no_files() {
     first_vm(&mut keeper).held.append(&region).expect("a region");
     first_vm(&mut keeper).held.bring(0, region.files);
     let [(unplugs, _a), (stays, _b)] = [7, 8].map(|pid| process_of(&mut keeper, vm, pid));
-    // It hangs up before the engine says that the region is removed; the other one has it, too.
+    // It hangs up before the engine reports that the region is removed; the other process has the region, too.
     keeper.drop_client(unplugs, "is gone");
     first_vm(&mut keeper).held.state().remove_region(0);
     keeper.tend_vms(Instant::now());
@@ -477,7 +475,7 @@ fn no_reply_to_a_client_overtakes_the_one_to_an_earlier_request() {
         std::iter::from_fn(next).map(|message| decode(&message.bytes).expect("a reply")).collect::<Vec<_>>()
     };
     let ranges = |hva| ClientToKeeper::GuestRanges { hva: Hva(hva), ranges: Vec::new() };
-    // An engine has to carry out the first and the third. The second and the fourth are refused at once.
+    // An engine must carry out the first and the third. The second and the fourth are refused at once.
     let requests = [ClientToKeeper::Pin("test".into()), ranges(8), ClientToKeeper::MayPin, ranges(9)];
     for request in requests {
         ballast_sys::scm::send(&socket, &encode(&request), &[]).expect("send");

@@ -1,5 +1,5 @@
 //! An upgrade with the real keeper and with engines that a test plays. In any order of events, no VM is given to one
-//! engine while the other does more for it than serve its faults, and in the end one engine has all.
+//! engine while the other does more for it than serve its faults, and in the end one engine has all VMs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -33,29 +33,24 @@ use crate::upgrading;
 use crate::vms::Vm;
 use ballast_sys::slow_fd::SlowFd;
 
-/// What an engine does for a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Does {
     All,
-    /// It serves faults, and leaves.
+    /// It serves faults, and will leave.
     Leaves,
-    /// It serves faults beside the one that leaves.
+    /// It serves faults beside the engine that leaves.
     Follows,
 }
 
-/// An engine that the test plays: a process that sleeps, and the other end of its socket.
 struct Played {
     process: Process,
     socket: OwnedFd,
-    /// Orders that it has not carried out.
     orders: Vec<(Order, Vec<OwnedFd>)>,
-    /// VMs it has open.
     open: BTreeMap<VmId, (StateFile, Does)>,
-    /// VMs whose faults it cannot serve alone.
+    /// VMs for which it refuses [`Order::ServeFaults`].
     rigid: BTreeSet<VmId>,
     rests: bool,
     is_dead: bool,
-    /// It does nothing any more.
     hangs: bool,
     told: Option<Shown>,
 }
@@ -94,7 +89,7 @@ impl Played {
     }
 }
 
-/// This process has been killed: it takes a moment to die.
+/// Waits until this process, which has been killed, is dead.
 fn die(process: Process) {
     let begun = Instant::now();
     while !process.is_dying() {
@@ -103,7 +98,6 @@ fn die(process: Process) {
     }
 }
 
-/// An order at which an engine is to fail.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
     Rest,
@@ -132,16 +126,15 @@ impl Kind {
     }
 }
 
-/// How.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum How {
     Hangs,
     Dies,
-    /// It says that it cannot, and goes on.
+    /// It reports that it cannot, and continues.
     Refuses,
 }
 
-/// An engine, by its number, fails at an order of this kind, after a number of others.
+/// A failure of the engine with this number, at an order of this kind, after a number of others.
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     at: usize,
@@ -195,7 +188,6 @@ impl World {
         id
     }
 
-    /// The connection of its only process is cut.
     fn cut(&mut self, id: VmId) -> Gone {
         let held = &self.keeper.vms.get(id).expect("it is there").held;
         let reopen = |fd: &dyn AsFd| memfd::reopen(fd.as_fd(), true).expect("reopen");
@@ -205,7 +197,7 @@ impl World {
         gone
     }
 
-    /// It comes back, unless it is told to come later.
+    /// The VM comes back, unless it is told to come later.
     fn come_back(&mut self, gone: Gone) -> Result<(), Gone> {
         if self.keeper.vms.must_wait(Some(gone.id), &[]).is_some() {
             return Err(gone);
@@ -218,7 +210,7 @@ impl World {
         Ok(())
     }
 
-    /// Go on until this is so. By the clock: the kernel may take any number of turns to end whom the keeper has killed.
+    /// Continues until `what` is true. By the clock: the kernel may take any number of turns to end a killed process.
     fn until(&mut self, what: impl Fn(&Self) -> bool) {
         let begun = Instant::now();
         while begun.elapsed() < Duration::from_mins(1) {
@@ -234,12 +226,12 @@ impl World {
         panic!("it never comes to that: {:?}", self.keeper.upgrades.last());
     }
 
-    /// The number of the first question of an upgrade that this is true of.
+    /// The number of an upgrade's first question of this kind.
     fn question(&self, is_it: impl Fn(upgrading::Asked) -> bool) -> Option<u64> {
         self.keeper.upgrades.questions().filter(|(_, asked)| is_it(*asked)).map(|(seq, _)| seq).min()
     }
 
-    /// Take over the sockets of engines that the keeper has started.
+    /// Takes over the sockets of engines that the keeper has started.
     fn play_new(&mut self) {
         for engine in [Who::Engine, Who::Next].into_iter().filter_map(|who| self.keeper.engines.get(who)) {
             if self.played.iter().all(|played| played.process != engine.process()) {
@@ -248,7 +240,7 @@ impl World {
         }
     }
 
-    /// Kill an engine and have it dead for certain; the keeper does not know yet.
+    /// Kills an engine and waits until it is dead; the keeper does not know yet.
     fn kill(&mut self, at: usize) {
         let pidfd = fence::kill(self.played[at].process).expect("kill");
         if let Some(pidfd) = pidfd {
@@ -266,7 +258,7 @@ impl World {
         }
     }
 
-    /// The keeper's turn, as its loop takes it.
+    /// One turn of the keeper, as its loop takes it.
     fn keeper_turns(&mut self) {
         self.reap();
         self.keeper.hear(Who::Engine);
@@ -276,7 +268,7 @@ impl World {
         }
         if self.keeper.engines.process(Who::Engine).is_some_and(Process::is_dying) {
             self.keeper.reap_engine();
-            // Engines that die young are started ever more slowly.
+            // Otherwise engines that die young are started ever more slowly.
             self.keeper.engines.forget_deaths();
         }
         self.keeper.keep_engines();
@@ -286,7 +278,6 @@ impl World {
         self.played.iter_mut().for_each(Played::listen);
     }
 
-    /// Does this engine fail at its next order?
     fn fails(&mut self, at: usize) -> bool {
         let kind = Kind::of(&self.played[at].orders[0].0);
         let Some(fault) = self.fault.as_mut().filter(|fault| fault.at == at && Some(fault.kind) == kind) else {
@@ -313,8 +304,8 @@ impl World {
         true
     }
 
-    /// Go on until the upgrade is over, however long that takes; one that hangs is ended afterwards, as its silence
-    /// would do.
+    /// Continues until the upgrade is over, however long that takes. An engine that hangs is ended afterwards, as its
+    /// silence would end it.
     fn end_in_time(&mut self) {
         for _ in 0..100_000 {
             self.keeper_turns();
@@ -348,7 +339,7 @@ impl World {
         }
         let (order, fds) = self.played[at].orders.remove(0);
         if let Order::OpenVm { vm, .. } | Order::CloseVm { vm, .. } = &order {
-            // An engine that the keeper has not got any more must have been killed before another one gets its VM.
+            // An engine that is no longer the keeper's must have been killed before another one gets its VM.
             let ours = self.keeper.engines.ours();
             let has_it = |played: &&mut Played| !played.is_dead && played.open.contains_key(vm);
             for played in self.played.iter_mut().filter(has_it).filter(|played| !ours.contains(&played.process)) {
@@ -373,7 +364,7 @@ impl World {
                 assert!(!me.open.contains_key(&vm), "it was given twice");
                 let state = StateFile::open(fds.into_iter().next().expect("a state file")).expect("open");
                 if state.engine() != Some((process.pid, process.start)) {
-                    // An engine that finds this does nothing. The keeper has just killed it.
+                    // Such an engine does nothing: the keeper has just killed it.
                     return die(process);
                 }
                 let other = others.get(&vm);
@@ -440,7 +431,7 @@ impl World {
             let is_busy = |at: &usize| !self.played[*at].orders.is_empty() && !self.played[*at].is_dead;
             let busy: Vec<usize> = (0..self.played.len()).filter(is_busy).collect();
             busy.iter().for_each(|at| self.act(*at));
-            // The kernel takes a moment to end whom the keeper has killed.
+            // The kernel takes a moment to end a killed process.
             if self.keeper.vms.iter().any(|vm| vm.place.fenced().is_some()) {
                 std::thread::yield_now();
                 continue;
@@ -459,14 +450,14 @@ impl World {
         self.play_new();
     }
 
-    /// Another file gets the name of the program that upgrades are to.
+    /// Installs another file under the name of the program that upgrades start.
     fn install_other(&self) {
         let new = self._dir.path().join("new");
         install_script(&new, "exec sleep 1000");
         std::fs::rename(new, self._dir.path().join("other")).expect("install");
     }
 
-    /// One engine has all VMs, is the keeper's, and does not rest; no other engine is named.
+    /// Checks that one engine has all VMs, is the keeper's, and does not rest, and that no other engine is named.
     fn check_end(&self) -> usize {
         let engine = self.keeper.engines.process(Who::Engine).expect("an engine");
         // An engine that the keeper has just killed takes a moment to die.
@@ -634,7 +625,7 @@ fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any
     assert!(ends.len() > 1, "the seeds come to one end only: {ends:?}");
 }
 
-/// `opened`: the new engine has opened it before its processes come back, or not.
+/// `opened`: whether the new engine has opened the VM before its processes come back.
 fn comes_back_while_it_is_opened(rigid: bool, opened: bool) {
     let mut world = World::new(1);
     let first = world.check_end();
@@ -648,7 +639,7 @@ fn comes_back_while_it_is_opened(rigid: bool, opened: bool) {
         let is_told = world.question(|asked| matches!(asked, upgrading::Asked::Opened(_))).is_some();
         is_told && (is_open || !opened)
     });
-    // The keeper does not hear what it says until the VM is back.
+    // The keeper does not read the engine's messages before the VM is back.
     while opened && world.played[1].orders.iter().any(|(order, _)| matches!(order, Order::Tell { .. })) {
         world.act(1);
     }
@@ -678,7 +669,7 @@ fn a_vm_that_goes_and_comes_back_while_it_is_opened_does_not_roll_an_upgrade_bac
 #[test]
 fn a_vm_of_two_engines_that_ends_while_it_waits_for_the_end_of_one_is_closed_by_the_other_before_it_is_opened_again() {
     let mut waited = false;
-    // A killed process takes a moment to end; where it takes none, the VM does not wait.
+    // A killed process takes a moment to end. If it takes none, the VM does not wait.
     for _ in 0..20 {
         let mut world = World::new(1);
         world.begin();
@@ -742,13 +733,13 @@ fn whichever_engine_fails_at_whatever_order_one_has_all_vms_in_the_end() {
                 assert!(world.fault.is_none(), "{case}: it did not come to that");
                 let (end, now) = (world.check_end(), world.keeper.upgrades.last().clone());
                 match (at, kind, how) {
-                    // Nothing is asked of it that it refuses.
+                    // No order reaches it that it would refuse.
                     (0, Kind::ServeFaults, How::Refuses) => assert!(now.stage == Shown::Done && end == 1, "{case}"),
-                    // The new one is in its place.
+                    // The new engine is in its place.
                     (0, Kind::ServeFaults | Kind::HandOver, How::Dies) => {
                         assert!(now.stage == Shown::Done && end == 1, "{case}: {now:?}");
                     }
-                    // Neither is left; or it is the old one, which hung, and its silence ended it.
+                    // Neither engine is left; or the old one is, which hung, and its silence ended it.
                     (0, ..) => assert!(now.stage == Shown::Failed && end > 1, "{case}: {now:?}"),
                     _ => {
                         let why = match (kind, how) {

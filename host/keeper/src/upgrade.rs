@@ -1,10 +1,10 @@
-//! Upgrade: another engine follows the serving one, while that one serves.
+//! Upgrade: another engine replaces the serving one without a pause.
 //!
 //! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the old
-//! one goes on, and operators are told why (`upgrade_end`). `stage` says what happens in which stage; `moving` moves
+//! engine continues, and operators are told why (`upgrade_end`). `stage` has the tables of the stages; `moving` moves
 //! VMs.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: no work of the old engine ends before the new one has looked at every VM and could serve it. A VM is with
+//! Promise: no work of the old engine ends before the new one has examined every VM and could serve it. A VM is with
 //! one engine at a time, or with both while neither does more than serve its faults; its state file says which.
 
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use crate::stage::{Happens, Stage, Then};
 use crate::upgrading::Asked;
 
 impl Keeper {
-    /// An engine passed an operator's request on.
+    /// Begins an upgrade that an operator requested of this engine, and gives the engine the result.
     pub(crate) fn asked_to_upgrade(&mut self, who: Who, ask: u64, program: String) {
         let result = self.begin_upgrade(program).map_err(|error| Failure::new(format_args!("{error:#}")));
         if let Err(why) = &result {
@@ -33,37 +33,36 @@ impl Keeper {
         self.engines.give(who, &Order::Asked { ask, result }, &[]);
     }
 
-    /// A message of the new engine that is no reply: it serves.
     pub(crate) fn next_serves(&mut self) {
         self.engines.has_started(Who::Next);
         self.tend_upgrade();
     }
 
-    /// Does the next engine read events itself? Until the old one rests, it gets them from there.
+    /// Whether events also go to the next engine. Until the old one rests, the next engine gets them from the old one.
     pub(crate) fn tells_next(&self) -> bool {
         matches!(self.upgrades.stage(), Some(Stage::Moving | Stage::Serving))
     }
 
-    /// The engine that gets a new VM: once VMs move, the next one. Else a user whose VMs come all the time would keep
-    /// the upgrade from ending.
+    /// The engine that gets a new VM: once VMs move, the next one. Otherwise a user who attaches VMs all the time would
+    /// keep the upgrade from ending.
     pub(crate) fn who_for_new(&self) -> Who {
         if self.tells_next() { Who::Next } else { Who::Engine }
     }
 
     pub(crate) fn next_died(&mut self) {
-        // It may have given the reason.
+        // It may have reported the reason.
         self.hear(Who::Next);
         if self.engines.get(Who::Next).is_some() {
             self.upgrade_fails("it ended; its reason is in the log");
         }
     }
 
-    /// Start the successor, and have it look at every VM.
+    /// Starts the successor, and has it examine every VM.
     pub(crate) fn begin_upgrade(&mut self, program: String) -> anyhow::Result<()> {
         let program = if program.is_empty() { self.engines.program().path().into() } else { PathBuf::from(program) };
         ensure!(program.is_absolute(), "{} is not an absolute path", program.display());
         let opened = Program::at(program.clone()).with_context(|| format!("Opening {}", program.display()));
-        // A file that was installed under the same name since is another program.
+        // A file that was installed under the same name since then is another program.
         let is_asked = |of: &Program| opened.as_ref().is_ok_and(|opened| of.path() == program && of.is_file_of(opened));
         if let Some(under_way) = self.upgrades.program() {
             let is_asked = is_asked(under_way) && self.engines.get(Who::Next).is_some();
@@ -82,7 +81,7 @@ impl Keeper {
         let opened = opened?;
         self.engines.start_next(&opened)?;
         self.upgrades.begin(opened, self.engines.settings().to_vec(), self.vms.iter().count() as u32);
-        // It decides and answers the API when it has all VMs.
+        // It rests: it makes decisions and answers the API only when it has all VMs.
         let seq = self.ask(Asked::Begun);
         self.engines.give(Who::Next, &Order::Rest { seq }, &[]);
         for id in self.vms.which(|vm| vm.place.is_handed_over()) {
@@ -104,20 +103,20 @@ impl Keeper {
         seq
     }
 
-    /// Tell the engines how it stands, for API clients that ask them.
+    /// Tells the engines the state of the upgrade, for API clients that ask them.
     pub(crate) fn show_upgrade(&mut self) {
         let order = self.upgrades.show();
         self.engines.give(Who::Engine, &order, &[]);
         self.engines.give(Who::Next, &order, &[]);
     }
 
-    /// Is this the reply to an order of the upgrade? Then handle it.
+    /// Handles the reply to an order of the upgrade. Returns false if the order is not one of an upgrade.
     pub(crate) fn answered_upgrade(&mut self, seq: u64, result: &Result<(), Failure>) -> bool {
         let Some(asked) = self.upgrades.answered(seq) else { return false };
         match (asked, result) {
             (Asked::Begun, _) => {}
             (Asked::Check(vm), Err(why)) => {
-                // A VM that is gone needs no engine; one that has come back is not the one that was checked.
+                // A VM that is gone needs no engine; a VM that has come back is not the one that was checked.
                 if self.vms.get(vm).is_some_and(|vm| vm.place.is_asked(seq)) {
                     self.upgrade_fails(&format!("it cannot serve {}: {why}", self.called(vm)));
                 }
@@ -145,7 +144,7 @@ impl Keeper {
         self.vms.get(vm).map_or_else(|| format!("VM {vm}"), |vm| format!("VM {}", vm.name()))
     }
 
-    /// Continue the upgrade. Returns how soon to look again.
+    /// Continues the upgrade. Returns how soon to check again.
     pub(crate) fn tend_upgrade(&mut self) -> Option<Duration> {
         if let Some((vm, what)) = self.upgrades.late(Instant::now()) {
             let whose = vm.map_or_else(String::new, |vm| self.called(vm) + " ");
@@ -153,7 +152,7 @@ impl Keeper {
         }
         match self.upgrades.stage()? {
             Stage::Checking if self.upgrades.has_all_answers() => self.upgrade_goes_on(),
-            // A VM that comes back may come to the old engine, and moves.
+            // A VM that comes back may come to the old engine, and then moves.
             Stage::Moving | Stage::Serving => self.move_some(),
             Stage::Returning if self.vms.iter().all(|vm| vm.place.fenced().is_none()) => self.upgrade_goes_on(),
             Stage::Checking | Stage::Resting | Stage::Returning => {}
@@ -161,7 +160,6 @@ impl Keeper {
         self.upgrades.stage().map(|_| SOON)
     }
 
-    /// The stage is done.
     pub(crate) fn upgrade_goes_on(&mut self) {
         if self.upgrades.stage() == Some(Stage::Resting) && !self.upgrades.is_with(self.engines.settings()) {
             return self.upgrade_fails("the settings were changed while it looked through VMs; try again");
@@ -169,12 +167,11 @@ impl Keeper {
         self.upgrade_then(Happens::Done, None);
     }
 
-    /// The new engine refused, died or was late; or the old one was late.
     pub(crate) fn upgrade_fails(&mut self, why: &str) {
         self.upgrade_then(Happens::Fails, Some(why));
     }
 
-    /// The engine that serves is dead. Returns whether another one is in its place.
+    /// The serving engine is dead. Returns whether the new one is in its place.
     pub(crate) fn old_engine_died(&mut self) -> bool {
         self.upgrade_then(Happens::OldDies, Some("the engine that served died meanwhile")) == Some(Then::Promote)
     }
@@ -204,7 +201,7 @@ impl Keeper {
         Some(then)
     }
 
-    /// Tell operators of an event of the host. With no engine, the next one learns it.
+    /// Tells operators of an event of the host. Without an engine, the next one gets it.
     pub(crate) fn host_note(&mut self, kind: &str, message: String) {
         self.engines.note(Order::Note { vm: None, kind: kind.into(), message });
     }

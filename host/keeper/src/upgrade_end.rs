@@ -1,7 +1,7 @@
-//! The end of an upgrade: the new engine takes the place of the old one, or it is ended and the old one goes on.
+//! The end of an upgrade: the new engine takes the place of the old one, or is ended, and the old one continues.
 //!
-//! Before: a stage of the upgrade led to its end (`upgrade`; the tables are in `stage`). After: one engine is the
-//! keeper's. After a success the keeper's program follows (`replace`), and the old engine is reaped when it has ended.
+//! Before: a stage of the upgrade led to its end (`upgrade`; the tables are in `stage`). After: the keeper has one
+//! engine. After a success the keeper's program follows (`replace`), and the old engine is reaped when it has ended.
 //! Threads: the keeper's one. Nothing here waits.
 
 use ballast_handover::orders::Order;
@@ -14,7 +14,7 @@ use crate::place::At;
 use crate::waiting::Making;
 
 impl Keeper {
-    /// It is over, and the old engine has all VMs, or is gone.
+    /// The upgrade has failed, and the old engine has all VMs, or is gone.
     pub(crate) fn upgrade_failed(&mut self) {
         self.upgrades.fail();
         let Upgrading { program, message, .. } = self.upgrades.last();
@@ -27,14 +27,14 @@ impl Keeper {
         self.show_upgrade();
     }
 
-    /// The new engine has all VMs, and answers.
+    /// The new engine has all VMs, and serves.
     pub(crate) fn new_engine_serves(&mut self) {
         self.put_in_place();
         run_beside();
         self.upgrade_is_done();
     }
 
-    /// The old engine died when VMs had begun to move.
+    /// Puts the new engine in the place of the old one, which died when VMs had begun to move.
     pub(crate) fn promote(&mut self) {
         let both = self.vms.which(|vm| vm.place.at() == At::Both);
         let opening: Vec<_> = self.upgrades.opening().collect();
@@ -43,8 +43,8 @@ impl Keeper {
         let ours = self.engines.process(Who::Engine);
         let ours = ours.map(|process| (process.pid, process.start));
         let left = self.vms.which(|vm| vm.held.state().engine() != ours);
-        // VMs of both are served by the new one until it can open them anew: words that the dead one had locked must be
-        // mended.
+        // The new engine serves the VMs of both until it can open them anew, because it must mend words that the dead
+        // one had locked.
         for vm in left.into_iter().chain(both) {
             self.hand_over(vm, since);
         }
@@ -54,12 +54,11 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// The new engine takes the place of the old one.
     fn put_in_place(&mut self) {
         let Some(program) = self.upgrades.end() else { return };
         self.engines.follow(program);
         for closing in self.vms.closing_mut() {
-            // The old engine was making it: the new one opens it and goes on.
+            // The old engine was closing it: the new one opens the VM and closes it.
             if closing.vm.place.who() != Who::Next {
                 closing.take_back();
             }
@@ -73,7 +72,7 @@ impl Keeper {
         }
     }
 
-    /// The engine has followed. The keeper is next.
+    /// The new engine is in place. The keeper's own program is next.
     fn upgrade_is_done(&mut self) {
         let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = self.upgrades.last();
         let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);

@@ -1,8 +1,7 @@
-//! The keeper's upgrades: the one under way, and the state of the last one, which operators see.
+//! The keeper's upgrades: the one under way, and the state of the last one for operators.
 //!
-//! Before: `upgrade` begins one. After: it goes from stage to stage, and ends.
-//! Threads: the keeper's one.
-//! Promise: only the tables of [`crate::stage`] lead from a stage to another, and each stage has its own deadline.
+//! Before: `upgrade` begins an upgrade. After: it goes from stage to stage, and ends. Threads: the keeper's one.
+//! Promise: only the tables of [`crate::stage`] lead from one stage to another, and each stage has its own deadline.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
@@ -21,11 +20,11 @@ pub(crate) enum Asked {
     Begun,
     Check(VmId),
     Rest,
-    /// The old engine only serves its faults.
+    /// The old engine must only serve the VM's faults.
     ServeFaults(VmId),
     Part(VmId),
     Opened(VmId),
-    /// The old engine closes it, which the new one serves as well.
+    /// The old engine must close the VM, which the new one serves as well.
     Leave(VmId),
 }
 
@@ -40,25 +39,22 @@ struct Upgrade {
     stage: Stage,
     begun: Instant,
     deadline: Deadline,
-    /// The settings that the new engine began with.
     settings: Vec<u8>,
-    /// Orders of this upgrade that have not been answered.
     asked: HashMap<u64, Asked>,
-    /// VMs that the new engine opens, and since when no engine serves them.
+    /// VMs that the new engine opens, each with the time since when no engine serves it.
     opening: HashMap<VmId, Instant>,
-    /// VMs that two engines serve, and since when.
+    /// VMs that two engines serve, each with the time since when they do.
     both: HashMap<VmId, Instant>,
-    /// VMs with a process that neither engine could serve.
     incomplete: HashSet<VmId>,
 }
 
 impl Upgrades {
-    /// None is under way, and this was the last one.
+    /// No upgrade is under way, and this was the last one.
     pub fn after(last: Upgrading) -> Self {
         Self { under_way: None, last }
     }
 
-    /// The state of the one under way, or of the last one.
+    /// The state of the upgrade under way, or of the last one.
     pub fn last(&self) -> &Upgrading {
         &self.last
     }
@@ -71,12 +67,10 @@ impl Upgrades {
         self.under_way.as_ref().map(|upgrade| &upgrade.program)
     }
 
-    /// Did the new engine begin with these settings?
     pub fn is_with(&self, settings: &[u8]) -> bool {
         self.under_way.as_ref().is_some_and(|upgrade| upgrade.settings == settings)
     }
 
-    /// One to this program begins, with so many VMs.
     pub fn begin(&mut self, program: Program, settings: Vec<u8>, vms: u32) {
         self.last = Upgrading {
             number: self.last.number + 1,
@@ -99,7 +93,7 @@ impl Upgrades {
         });
     }
 
-    /// The order that tells engines the state of it.
+    /// The order that tells engines the state of the upgrade.
     pub fn show(&mut self) -> Order {
         if let Some(upgrade) = &self.under_way {
             self.last.took_us = micros_since(upgrade.begun);
@@ -107,7 +101,7 @@ impl Upgrades {
         Order::Upgrading(self.last.clone())
     }
 
-    /// An event of the stage. Returns the stage or the end that it leads to.
+    /// Handles an event of the stage. Returns the stage or the end to which it leads.
     pub fn then(&mut self, happens: Happens, why: Option<&str>) -> Option<Then> {
         let upgrade = self.under_way.as_mut()?;
         upgrade.deadline = Deadline::new(Instant::now());
@@ -123,7 +117,7 @@ impl Upgrades {
                 Stage::Returning => {
                     self.last.stage = Shown::Returning;
                     upgrade.asked.clear();
-                    // The old engine has these again: its errors count.
+                    // The old engine has these VMs again: its errors count.
                     upgrade.opening.clear();
                 }
                 Stage::Checking | Stage::Resting | Stage::Serving => {}
@@ -132,37 +126,35 @@ impl Upgrades {
         Some(then)
     }
 
-    /// It is over. Returns its program.
+    /// Ends the upgrade. Returns its program.
     pub fn end(&mut self) -> Option<Program> {
         self.show();
         self.under_way.take().map(|upgrade| upgrade.program)
     }
 
-    /// It is over, and no engine of its program serves.
+    /// Ends the upgrade without its engine.
     pub fn fail(&mut self) {
         self.end();
         self.last.stage = Shown::Failed;
     }
 
-    /// The keeper has become the program of the last one, or stays what it was.
+    /// The keeper has become the program of the last upgrade, or stays what it was.
     pub fn finish(&mut self, keeper: Result<(), Failure>) {
         self.last.keeper = Some(keeper);
         self.last.stage = Shown::Done;
     }
 
-    /// The order with this number asks this.
     pub fn ask(&mut self, seq: u64, what: Asked) {
         if let Some(upgrade) = &mut self.under_way {
             upgrade.asked.insert(seq, what);
         }
     }
 
-    /// Is there no question without an answer?
     pub fn has_all_answers(&self) -> bool {
         self.under_way.as_ref().is_some_and(|upgrade| upgrade.asked.is_empty())
     }
 
-    /// The order with this number was replied to. Returns its subject, if it is one of an upgrade.
+    /// The order with this number was replied to. Returns its subject, if it is an order of the upgrade.
     pub fn answered(&mut self, seq: u64) -> Option<Asked> {
         let upgrade = self.under_way.as_mut()?;
         let asked = upgrade.asked.remove(&seq)?;
@@ -170,7 +162,7 @@ impl Upgrades {
         Some(asked)
     }
 
-    /// The step that is late, if one is, and its VM, if it has one.
+    /// The subject that is late, if any, and its VM, if it has one.
     pub fn late(&mut self, now: Instant) -> Option<(Option<VmId>, &'static str)> {
         let upgrade = self.under_way.as_mut()?;
         if !upgrade.deadline.is_over(now, upgrade.stage.longest()) {
@@ -192,12 +184,11 @@ impl Upgrades {
         })
     }
 
-    /// The new engine could serve one more VM.
     pub fn checked(&mut self) {
         self.last.checked += 1;
     }
 
-    /// The new engine is to open this VM, which no engine serves since then.
+    /// The new engine has the order to open this VM, which no engine serves since then.
     pub fn opens(&mut self, vm: VmId, since: Instant) {
         if let Some(upgrade) = &mut self.under_way {
             upgrade.opening.insert(vm, since);
@@ -214,26 +205,24 @@ impl Upgrades {
         self.under_way.as_mut()?.opening.remove(&vm)
     }
 
-    /// The old engine could not serve all processes of this VM: the new one need not.
+    /// The old engine could not serve all processes of this VM, so the new one need not.
     pub fn set_incomplete(&mut self, vm: VmId) {
         if let Some(upgrade) = &mut self.under_way {
             upgrade.incomplete.insert(vm);
         }
     }
 
-    /// Must the new engine serve all processes of this VM?
     pub fn is_whole(&self, vm: VmId) -> bool {
         self.under_way.as_ref().is_some_and(|upgrade| !upgrade.incomplete.contains(&vm))
     }
 
-    /// Two engines serve this VM from now on.
     pub fn shares(&mut self, vm: VmId) {
         if let Some(upgrade) = &mut self.under_way {
             upgrade.both.insert(vm, Instant::now());
         }
     }
 
-    /// The new engine has one more VM, which no engine served since then.
+    /// Counts a VM that the new engine has. `since`: when the VM lost its last engine.
     pub fn moved(&mut self, since: Option<Instant>) {
         self.last.moved += 1;
         self.last.longest_gap_us = self.last.longest_gap_us.max(since.map_or(0, micros_since));
@@ -253,14 +242,13 @@ fn micros_since(since: Instant) -> u64 {
 
 #[cfg(test)]
 impl Upgrades {
-    /// As if it had been waited for longer, in rounds.
+    /// Makes the wait of the stage longer, in rounds.
     pub fn age(&mut self, round: std::time::Duration) {
         if let Some(upgrade) = &mut self.under_way {
             upgrade.deadline.age(round);
         }
     }
 
-    /// Questions without an answer, by number.
     pub fn questions(&self) -> impl Iterator<Item = (u64, Asked)> {
         self.under_way.iter().flat_map(|upgrade| upgrade.asked.iter().map(|(seq, asked)| (*seq, *asked)))
     }

@@ -2,8 +2,8 @@
 //!
 //! Before: a VM was made (`attach`) or brought back (`resume`). After: an engine has closed it.
 //! Threads: the keeper's one.
-//! Promise: a VM is in one of these lists. No other VM gets the RAM of one that is being closed: a client that brings
-//! it, with its attach or later, is told to retry.
+//! Promise: a VM is in one of these two lists. The RAM of a VM that is being closed goes to no other VM: a client that
+//! brings it, with its attach or later, is told to retry.
 
 use std::io;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use crate::place::{AGAIN_AFTER, At, Place};
 use crate::regions::{Given, Held};
 use crate::waiting::UNASKED;
 
-/// Tries to open a VM only to close it: within about a minute. Then its memory is more use to others.
+/// Tries to open a VM only to close it: within about a minute. Then others need the memory more.
 const MOST_TRIES: u32 = 30;
 
 pub(crate) struct Vm {
@@ -31,20 +31,19 @@ pub(crate) struct Vm {
 
 pub(crate) struct Closing {
     pub vm: Vm,
-    /// Number of the order to close it.
     seq: u64,
-    /// The engine has it.
+    /// Whether the engine has the order to close the VM.
     given: bool,
-    /// The engine could not open it, so its memory did not go back: it is given it again at this time.
+    /// The engine could not open the VM, so its pages did not go back. The engine gets it again at this time.
     again_at: Option<Instant>,
-    /// How often that was so.
+    /// How often the engine could not open it.
     tries: u32,
 }
 
 pub(crate) struct Vms {
     list: Vec<Vm>,
     closing: Vec<Closing>,
-    /// When the first pages of their state files are remembered next.
+    /// When the first pages of the state files are remembered next.
     remember_at: Instant,
 }
 
@@ -57,18 +56,18 @@ impl Vm {
         self.held.state().name()
     }
 
-    /// The engine that leaves it to another one.
+    /// The engine that leaves the VM to another one.
     pub fn leaving(&self) -> Option<Process> {
         self.held.state().leaving().map(|(pid, start)| Process { pid, start })
     }
 
-    /// Have this engine open it. Returns the orders.
+    /// Has this engine open the VM. Returns the orders.
     ///
     /// # Errors
     /// As for [`Held::open`].
     pub fn open(&mut self, engine: Process, ours: &[Process]) -> Result<Vec<Given>, io::Result<Left>> {
-        // One of the two engines that had it is dead. The other one, which this is if it is ours, has served its faults
-        // so far.
+        // One of the two engines that had the VM is dead. The other one, which is `engine` if it is ours, has served
+        // its faults until now.
         let is_shared = self.place.at() == At::Both;
         let had_two = !is_shared && self.leaving().is_some();
         let open = self.held.open(engine, is_shared, ours)?;
@@ -77,7 +76,7 @@ impl Vm {
         Ok(close.into_iter().chain([open]).collect())
     }
 
-    /// Ends the search for regions of it, if it has found out. Returns whether it ended just now, and the text of an
+    /// Ends the search for the VM's regions, if it has a result. Returns whether it ended just now, and the text of an
     /// event.
     pub fn end_search(&mut self) -> Option<Option<String>> {
         let found = self.place.found(self.held.missing_files())?;
@@ -97,20 +96,19 @@ impl Vm {
 }
 
 impl Closing {
-    /// Has an engine been told to close it?
     pub fn is_given(&self) -> bool {
         self.given
     }
 
-    /// Its engine is dead, or is not to close it.
+    /// The order to close it is void: its engine is dead, or leaves the VM.
     pub fn take_back(&mut self) {
         self.given = false;
     }
 
-    /// The orders that have this engine open it and close it, if it is time.
+    /// The orders that have this engine open the VM and close it, if it is time.
     pub fn give(&mut self, engine: Process, ours: &[Process]) -> Vec<Given> {
         let is_due = !self.vm.place.is_searched() && self.again_at.is_none_or(|at| at <= Instant::now());
-        // Another one of ours is to close it before this one opens it.
+        // If another engine of ours must still close the VM, this one cannot open it yet.
         let is_free = self.vm.leaving().is_none_or(|leaving| leaving == engine || !ours.contains(&leaving));
         if self.given || !is_due || !is_free {
             return Vec::new();
@@ -121,9 +119,9 @@ impl Closing {
         orders
     }
 
-    /// The engine could not open it to close it: it is given it again after a while. Returns whether that is so.
+    /// The engine could not open the VM to close it: makes it due again later. Returns false after too many tries.
     pub fn try_again(&mut self, now: Instant) -> bool {
-        // What no engine ever had open has nothing far. Its RAM may be what the host lacks.
+        // A VM that no engine ever had open has nothing far. Its RAM may be exactly what the host lacks.
         if self.vm.held.state().epoch() == 0 || self.tries >= MOST_TRIES {
             return false;
         }
@@ -171,12 +169,10 @@ impl Vms {
         self.list.iter_mut().find(|vm| vm.id() == id)
     }
 
-    /// The VMs with processes of which this is true.
     pub fn which(&self, is_it: impl Fn(&Vm) -> bool) -> Vec<VmId> {
         self.list.iter().filter(|vm| is_it(vm)).map(Vm::id).collect()
     }
 
-    /// The VMs with processes, and the VMs that are being closed.
     pub fn all(&self) -> impl Iterator<Item = &Vm> {
         self.list.iter().chain(self.closing.iter().map(|closing| &closing.vm))
     }
@@ -185,16 +181,15 @@ impl Vms {
         self.list.iter().any(|vm| vm.name() == name)
     }
 
-    /// A VM has processes: it is new, or has come back.
     pub fn add(&mut self, vm: Vm) {
         let id = vm.id();
         self.closing.retain(|closing| closing.vm.id() != id);
         self.list.push(vm);
     }
 
-    /// No process of this VM is left: it is to be closed, by the order with this number. Returns where it
-    /// was, and whether its engine is to be given the order now. One that waits for regions is with no engine: it is
-    /// given to one when the search is over.
+    /// No process of this VM is left: it is closed by the order with this number. Returns where it was, and whether its
+    /// engine gets the order now. A VM that waits for regions is with no engine, and is given to one when the search is
+    /// over.
     pub fn close(&mut self, id: VmId, seq: u64) -> Option<(At, bool)> {
         let at = self.list.iter().position(|vm| vm.id() == id)?;
         let mut vm = self.list.remove(at);
@@ -212,17 +207,15 @@ impl Vms {
         self.closing.iter_mut()
     }
 
-    /// The one that the order with this number closes.
     pub fn closing_by(&mut self, seq: u64) -> Option<&mut Closing> {
         self.closing.iter_mut().find(|closing| closing.seq == seq)
     }
 
-    /// The one that the order with this number closes is not held any more.
     pub fn closed(&mut self, seq: u64) {
         self.closing.retain(|closing| closing.seq != seq);
     }
 
-    /// Once a second, remember the first pages of state files. Returns the VMs that have files of unplugged regions.
+    /// Once a second, remembers the first pages of state files. Returns the VMs that have files of unplugged regions.
     pub fn remember(&mut self, now: Instant) -> Vec<VmId> {
         if now < self.remember_at {
             return Vec::new();
@@ -232,8 +225,8 @@ impl Vms {
         self.which(|vm| vm.held.has_removed())
     }
 
-    /// Why a process of this VM must wait with this RAM, if it must: far pages of another VM are still written back
-    /// into these files.
+    /// Why a process must wait before it brings this RAM as a part of `vm`: far pages of another VM are still written
+    /// back into these files. `None` if it need not wait.
     pub fn must_wait(&self, vm: Option<VmId>, ram: &[Ram]) -> Option<String> {
         let is_it = |closing: &&Closing| Some(closing.vm.id()) == vm;
         let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
@@ -256,7 +249,6 @@ impl Closing {
         self.seq
     }
 
-    /// As if it were time.
     pub fn try_now(&mut self) {
         self.again_at = Some(Instant::now());
     }

@@ -1,7 +1,7 @@
 //! An attach that waits for the engine, which makes a file store.
 //!
-//! Before: the engine was given an order. After: it says that it is done; or it dies, and the next one is asked again.
-//! Threads: the keeper's one.
+//! Before: the engine was given an order. After: the engine reports that the store is made; or it dies, and the next
+//! engine gets the order. Threads: the keeper's one.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use ballast_handover::orders::Order;
 use crate::admit::Admitted;
 use ballast_sys::slow_fd::SlowFd;
 
-/// Number of an order without a waiting caller.
+/// Number of an order for whose reply nobody waits.
 pub const UNASKED: u64 = u64::MAX;
 
 pub struct Making {

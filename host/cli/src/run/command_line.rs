@@ -1,4 +1,4 @@
-//! Checks a QEMU command line: can Ballast manage its guest RAM, and if not, which options are missing?
+//! Checks a QEMU command line: whether Ballast can manage its guest RAM, and which options are missing if not.
 //!
 //! Before: `options` has read the operator's command line. After: edits and notes, or the reason for a refusal.
 //! Promise: a pure function of the words (a function argument tells which files can be RAM). It reads only the options
@@ -11,23 +11,20 @@ use super::options::{Opt, memory, options};
 use super::shared;
 use super::stand_in::{check_stand_in, huge_size, is_size};
 
-/// The memory that guest RAM is to have.
+/// The memory that guest RAM will have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// The memory that the command line says.
+    /// The memory that the command line names.
     AsGiven,
-    /// A memfd, which is added where none is, and takes the place of private memory.
+    /// A memfd, which is added if there is no backend, and takes the place of private memory.
     Memfd,
-    /// Memory of the pool: a memfd of such huge pages stands in for it, and is added where none is.
+    /// Memory of the pool: a memfd of such huge pages stands in for it, and is added if there is no backend.
     Pool(Pages),
 }
 
-/// A change to the words of a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Edit {
-    /// Put this word where the one with this index is.
     Replace(usize, String),
-    /// Put this word at the end.
     Append(String),
 }
 
@@ -35,9 +32,8 @@ pub enum Edit {
 pub struct Plan {
     /// They may be made in any order: indexes are those of the words as given.
     pub edits: Vec<Edit>,
-    /// For the operator.
     pub notes: Vec<String>,
-    /// An option locks guest RAM or holds it for a device, so that nothing can be taken from the VM.
+    /// Whether an option locks guest RAM or holds it for a device, so that nothing can be taken from the VM.
     pub is_pinned: bool,
 }
 
@@ -46,7 +42,7 @@ pub(super) fn megabytes(text: &str) -> Option<Bytes> {
     ballast_adopt::vmm::size(text, MIB).map(Bytes)
 }
 
-/// Check a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
+/// Checks a QEMU command line (without the program). The error says why it cannot be managed and what to write instead.
 pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, Invalid> {
     let options = options(words)?;
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
@@ -58,7 +54,6 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     plan.notes.extend(options.iter().filter_map(note));
     plan.is_pinned = plan.notes.iter().any(|note| note.contains(PINNED));
 
-    // Every backend that becomes guest RAM.
     let backend = all("machine").filter_map(|machine| machine.get("memory-backend")).next_back();
     let nodes = all("numa").filter(|numa| numa.head == "node").filter_map(|numa| numa.get("memdev"));
     let (images, devices): (Vec<&Opt>, Vec<&Opt>) = all("device").partition(|device| is_image(device));
@@ -92,7 +87,7 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
         return Ok(plan);
     }
 
-    // Guest RAM is QEMU's own, private memory; or a file that is not known here says what it is.
+    // No backend is named: guest RAM is QEMU's own, private memory, or is named in a file that cannot be read here.
     if let Some(file) = all("readconfig").find(|file| !file.is_read) {
         let unread = format!("`-readconfig {}` cannot be read here, and may say what guest RAM is", file.text);
         match backing {
@@ -168,7 +163,7 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, Invalid> {
     let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on{huge}");
     let object = format!("-object {backend}");
     let mut edits = vec![Edit::Append("-object".into()), Edit::Append(backend)];
-    // QEMU merges what several of them say.
+    // QEMU merges several `-machine` options.
     let machine = options.iter().find(|option| option.name == "machine" && option.index.is_some());
     let machine = machine.filter(|machine| !machine.text.is_empty());
     let value = match machine {
@@ -183,7 +178,7 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, Invalid> {
     Ok(Wanted { object, machine: format!("-machine {value}"), replaces, edits })
 }
 
-/// Is this a device whose memory is an image (of a disk, of a root file system), and not guest RAM?
+/// Whether this device's memory is an image (of a disk, of a root file system), and not guest RAM.
 fn is_image(device: &Opt) -> bool {
     device.head == "nvdimm" || device.head.starts_with("virtio-pmem")
 }
@@ -211,7 +206,7 @@ fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(),
     }
 }
 
-/// The reason if this option makes a VM impossible to manage.
+/// Why this option makes a VM impossible to manage; `None` if it does not.
 fn refusal(option: &Opt) -> Option<String> {
     let shown = || format!("`-{} {}`", option.name, option.text);
     let foreign = "another process maps guest RAM, and its touches would not restore far pages";
@@ -221,7 +216,7 @@ fn refusal(option: &Opt) -> Option<String> {
         "device" if option.head.starts_with("ivshmem-") => {
             Some(format!("{}: its memory is shared with other VMs", shown()))
         }
-        // The second name is that of before QEMU 6.0.
+        // The second name is that of QEMU before 6.0.
         "machine" if option.get("confidential-guest-support").or(option.get("memory-encryption")).is_some() => {
             Some(format!("{}: memory encrypted for one guest cannot be evicted and restored", shown()))
         }
@@ -229,14 +224,13 @@ fn refusal(option: &Opt) -> Option<String> {
     }
 }
 
-/// In the notes about options that hold guest RAM.
+/// Part of each note about an option that holds guest RAM.
 pub const PINNED: &str = "class pinned";
 
-/// In the notes about options that may keep QEMU from the keeper's socket once it runs.
+/// Part of each note about an option that may keep QEMU from the keeper's socket once it runs.
 const LOST: &str = "QEMU must still be able to connect to the keeper's socket then, or it will not find a keeper that \
                     restarts";
 
-/// A note for the operator about this option.
 fn note(option: &Opt) -> Option<String> {
     let pinned = |why: &str| {
         Some(format!(

@@ -1,8 +1,8 @@
-//! Sockets without a name between QEMU and the preload library in it: for a monitor, which the library asks for
-//! guest-physical addresses (`vmm/preload/src/guest.rs`), and for the port of the agent in the guest
+//! Sockets without a name between QEMU and the preload library in it. One is a monitor, from which the library learns
+//! guest-physical addresses (`vmm/preload/src/guest.rs`); one is the port of the agent in the guest
 //! (`vmm/preload/src/agent.rs`), which the library's client gives to each engine.
 //!
-//! Before: QEMU is about to take this process's place. After: it has both ends of each, by their numbers.
+//! Before: QEMU is about to take this process's place. After: QEMU has both ends of each, by their numbers.
 //! Promise: no other process can be at either end, in whatever namespaces QEMU runs.
 
 use std::io;
@@ -30,13 +30,11 @@ impl Ends {
         Ok(ends)
     }
 
-    /// Pass both ends of a monitor to the program that this process becomes.
     pub fn give_monitor(&self, command: &mut Command) {
         self.give(command, "ballast-monitor", "BALLAST_MONITOR");
         command.args(["-mon", "chardev=ballast-monitor,mode=control"]);
     }
 
-    /// Pass both ends of a port for the agent.
     pub fn give_agent_port(&self, command: &mut Command) {
         self.give(command, "ballast-agent", "BALLAST_AGENT");
         command.args(["-device", "virtio-serial-pci,id=ballast-serial", "-device"]);

@@ -1,14 +1,15 @@
 //! Has QEMU's guest report its free memory, so that it is discarded and never stored (Blowfish, section 4.4).
 //!
 //! Before: `command_line` has found that Ballast can manage guest RAM. After: QEMU has a balloon device whose only work
-//! is free page reporting, if the operator asked for it; else the operator knows what its absence costs.
+//! is free page reporting, if the operator requested it; otherwise a note tells the operator the cost of its absence.
 //! Promise: a pure function of the words (a function argument tells which files are of huge pages). No device is added
-//! that was not asked for: a VM must migrate to the operator's own command line. A balloon on the command line stays as
-//! it is, since QEMU takes one only.
+//! without a request, because a VM must migrate to the operator's own command line. A balloon on the command line stays
+//! as it is, because QEMU takes only one.
 //!
-//! That a page is free is safe to act on only while the guest cannot allocate it. The guest's kernel takes free blocks
-//! out of its allocator, and returns them when QEMU has punched them out of guest RAM, which is a discard (`preload`).
-//! What an agent calls free may be in use when the host hears of it, so it is evicted like any other page.
+//! A report that a page is free is only safe while the guest cannot allocate the page. The guest's kernel takes free
+//! blocks out of its allocator, and returns them when QEMU has punched them out of guest RAM, which is a discard
+//! (`preload`). A page that an agent calls free may be in use when the host hears of it, so it is evicted like any
+//! other page.
 
 use ballast_base::Invalid;
 
@@ -16,21 +17,17 @@ use super::command_line::Edit;
 use super::options::{Opt, options};
 
 const DEVICE: &str = "virtio-balloon-pci,id=ballast-balloon,free-page-reporting=on";
-/// Machines with a PCI bus on which QEMU finds a place for a device. Versions of them have a name after these.
+/// Machines with a PCI bus on which QEMU finds a place for a device. The names of their versions begin with these.
 const MACHINES: [&str; 4] = ["pc", "q35", "virt", "pseries"];
 
-/// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reporting {
-    /// Add this device.
     Add([Edit; 2]),
-    /// Tell the operator what it costs that no device does it.
     Advise(String),
-    /// The balloon on the command line does it, or it is not known what is there, or the machine is none for it.
+    /// The balloon on the command line reports, or the device is unknown, or the machine cannot have one.
     Leave,
 }
 
-/// Decides for a QEMU command line (without the program).
 pub fn reporting(
     wanted: bool,
     program: &str,
@@ -87,7 +84,7 @@ fn has_pci(program: &str, options: &[Opt]) -> bool {
             let rest = MACHINES.iter().find_map(|known| machine.head.strip_prefix(known));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
         }
-        // QEMU's own choice is `pc` there.
+        // `pc` is QEMU's default for these.
         None => ["x86_64", "i386", "kvm"].iter().any(|end| program.ends_with(end)),
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the options of a QEMU command line: which words are options or values, and the items of each value.
 //!
-//! Before: the operator typed the words. After: `command_line` decides what they mean for guest RAM.
-//! Promise: no word is taken for the value of another that QEMU takes for an option. QEMU refuses what is wrong.
+//! Before: the operator typed the words. After: `command_line` decides what they mean for guest RAM. Promise: no word
+//! that QEMU takes for an option is taken for another's value. QEMU itself refuses invalid options.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +14,10 @@ pub(super) struct Opt {
     /// Index of the value's word; `None` if it is in a configuration file.
     pub index: Option<usize>,
     pub text: String,
-    /// Its first item, if that is not `key=value` (or JSON's `qom-type`, `driver`).
+    /// Its first item, unless that is `key=value`; of those, the value of JSON's `qom-type` or `driver`.
     pub head: String,
     keys: BTreeMap<String, String>,
-    /// Is what it says known? Not that of a configuration file that could not be read.
+    /// Whether its content is known; the content of a configuration file may be unreadable.
     pub is_read: bool,
 }
 
@@ -26,7 +26,6 @@ impl Opt {
         self.keys.get(key).map(String::as_str)
     }
 
-    /// The value `text` of an option at this place.
     pub fn of(name: &str, index: usize, text: String) -> Self {
         let (head, keys) = parse(&text);
         Self { name: name.to_owned(), index: Some(index), text, head, keys, is_read: true }
@@ -97,7 +96,7 @@ const FLAGS: &[&str] = &[
 /// left out.
 ///
 /// # Errors
-/// A word that looks like an option follows one that takes a value: only the value of `-append` may look so.
+/// A word that looks like an option follows an option with a value: only the value of `-append` may look so.
 pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, Invalid> {
     let mut found = Vec::new();
     let mut index = 0;
@@ -126,15 +125,15 @@ pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, Invalid> {
     Ok(found)
 }
 
-/// The option that this word is, without its one or two dashes.
+/// The name of the option in this word, without its one or two hyphens.
 fn option_name(word: &str) -> Option<&str> {
     let name = word.strip_prefix('-')?;
     Some(name.strip_prefix('-').unwrap_or(name)).filter(|name| !name.is_empty())
 }
 
-/// Does this command line only ask QEMU what it can do, or start one without a guest?
+/// Whether this command line only queries QEMU's features, or starts a QEMU without a guest.
 pub(super) fn is_probe(options: &[Opt]) -> bool {
-    /// Options of which QEMU lists the values for `help`, and ends.
+    /// For these options QEMU lists the values at `help`, and ends.
     const LISTED: &[&str] = &[
         "L", "accel", "audio", "audiodev", "chardev", "cpu", "d", "device", "display", "machine", "net", "netdev",
         "nic", "object", "soundhw", "tpmdev", "trace", "vga", "watchdog",
@@ -150,13 +149,13 @@ pub(super) fn is_probe(options: &[Opt]) -> bool {
     })
 }
 
-/// Is the machine the one without a CPU and memory, with which management programs ask QEMU what it can do?
+/// Whether the machine has no CPU and no memory: management programs use it to query QEMU's features.
 pub(super) fn is_without_machine(options: &[Opt]) -> bool {
     let named = options.iter().rfind(|option| option.name == "machine" && !option.head.is_empty());
     named.is_some_and(|machine| machine.head == "none")
 }
 
-/// The text of a configuration file. A pipe is QEMU's alone to read.
+/// The text of a configuration file. A pipe is not read, because only QEMU may read it.
 fn config_file(path: &str) -> Option<String> {
     let is_file = std::fs::metadata(path).is_ok_and(|meta| meta.is_file());
     is_file.then(|| std::fs::read_to_string(path).ok()).flatten()
@@ -188,7 +187,7 @@ fn config(text: &str) -> Vec<Opt> {
     found
 }
 
-/// The items of an option's value. QEMU writes a comma inside a value twice.
+/// The items of an option's value. A comma inside a value is written twice.
 fn parse(text: &str) -> (String, BTreeMap<String, String>) {
     let mut keys = BTreeMap::new();
     let mut head = String::new();
@@ -218,13 +217,13 @@ fn parse(text: &str) -> (String, BTreeMap<String, String>) {
     (head, keys)
 }
 
-/// What takes the place of the first item where all have names.
+/// The value that takes the place of the first item if all items have keys.
 fn head_of(keys: &BTreeMap<String, String>) -> String {
     let mut named = ["type", "driver", "qom-type"].iter().filter_map(|key| keys.get(*key));
     named.next().cloned().unwrap_or_default()
 }
 
-/// The size of guest RAM as it is given: QEMU merges several `-m`, and the last size holds.
+/// The size of guest RAM as written: QEMU merges several `-m`, and the last size holds.
 pub(super) fn memory(options: &[Opt]) -> Option<(&Opt, &str)> {
     let sized = |option: &&Opt| option.name == "m" && (option.get("size").is_some() || !option.head.is_empty());
     let memory = options.iter().rfind(sized)?;

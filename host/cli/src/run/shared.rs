@@ -1,9 +1,10 @@
-//! The shared form of a RAM backend: what management programs always write (`memory-backend-ram`) is private memory.
+//! The shared form of a RAM backend, because the one that management programs always write (`memory-backend-ram`) is
+//! private memory.
 //!
-//! Before: `command_line` has found a backend of guest RAM. After: the word to put in its place, of which the guest
-//! sees nothing.
-//! Promise: pure, but for a look at whether a path is a directory. Size, nodes of the host and all other properties
-//! stay, and so does the name of the RAM in a migration stream: a VM migrates and restores between the two forms.
+//! Before: `command_line` has found a backend of guest RAM. After: a word that replaces it, which the guest cannot
+//! notice. Promise: pure, except for a check whether a path is a directory. Size, nodes of the host and all other
+//! properties stay, and so does the name of the RAM in a migration stream: a VM migrates and restores between the two
+//! forms.
 
 use std::path::Path;
 
@@ -12,10 +13,10 @@ use ballast_base::{Bytes, Invalid};
 use super::options::Opt;
 
 const MEMFD: &str = "memory-backend-memfd";
-/// Machine types of before QEMU 4.0 set it for memfds and not for private memory.
+/// Machine types from before QEMU 4.0 set this property for memfds and not for private memory.
 const STREAM_NAME: &str = "x-use-canonical-path-for-ramblock-id";
 
-/// Is this backend shared memory? Two kinds are unless they are told otherwise, the others are private.
+/// Whether this backend is shared memory. Two kinds are shared by default, the others private.
 pub(super) fn is_shared(object: &Opt) -> bool {
     match object.get("share") {
         None => matches!(object.head.as_str(), MEMFD | "memory-backend-shm"),
@@ -24,9 +25,9 @@ pub(super) fn is_shared(object: &Opt) -> bool {
 }
 
 /// The shared form of this backend, the index of its word, and a note for the operator; `None` if it is shared, or of a
-/// kind that has no such form. With `huge` it is a memfd of huge pages of this size.
+/// kind without a shared form. With `huge` it is a memfd of huge pages of this size.
 pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usize, String)>, Invalid> {
-    // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
+    // A private mapping leaves the operator's own file unchanged; a shared one would write to it.
     let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
     let is_private = match object.head.as_str() {
         "memory-backend-ram" => true,

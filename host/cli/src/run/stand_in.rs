@@ -1,7 +1,7 @@
 //! The backend that stands in for memory of the pool: a memfd with huge pages of the same size.
 //!
-//! Before: `command_line` has found a backend of guest RAM. After: the preload library maps the pool's memory in its
-//! place. Promise: pure.
+//! Before: `command_line` has found a backend of guest RAM. After: the preload library maps the pool's memory in place
+//! of the memfd. Promise: pure.
 
 use ballast_base::Invalid;
 use ballast_base::pool::Pages;
@@ -25,12 +25,12 @@ pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), Invalid> 
     }
 }
 
-/// The size of the huge pages that stand in for these, as QEMU's options have it.
+/// The size of the huge pages that stand in for these, as an option of QEMU.
 pub(super) fn huge_size(pages: Pages) -> &'static str {
     if pages == Pages::Gib { "1G" } else { "2M" }
 }
 
-/// Is this that size, in one of QEMU's spellings?
+/// Whether this is that size, in any of QEMU's spellings.
 pub(super) fn is_size(size: &str, pages: Pages) -> bool {
     ballast_adopt::vmm::size(size, 1) == Some(pages.size().0)
 }

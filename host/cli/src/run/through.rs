@@ -1,7 +1,7 @@
-//! Programs through which a VMM is started (`taskset`, `env`, a script), and whether the preload library comes along.
+//! Programs through which a VMM is started (`taskset`, `env`, a script), and whether they keep the preload library.
 //!
-//! Before: the operator typed a command. After: it is known where QEMU and its arguments are in it.
-//! Promise: a command that would lose the library on the way is refused with the reason. What a script does is not
+//! Before: the operator typed a command. After: the position of QEMU and its arguments in the command is known.
+//! Promise: a command that would lose the library on the way is refused with the reason. The calls of a script are not
 //! known here; the library watches its `exec` calls (`vmm/preload/src/through.rs`).
 
 use std::ffi::{OsStr, OsString};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-/// Programs that ask another process, which has neither this environment nor these descriptors, to start a command.
+/// Programs that have another process, which has neither this environment nor these descriptors, start a command.
 #[rustfmt::skip]
 const HAND_OVER: &[&str] = &[
     "at", "batch", "crictl", "ctr", "distrobox", "distrobox-enter", "docker", "flatpak-spawn", "incus", "kubectl",
@@ -23,7 +23,7 @@ pub(super) fn qemu_in(command: &[OsString]) -> Option<usize> {
     if command.first().is_some_and(|program| is_qemu(program)) {
         return Some(0);
     }
-    // Shorter names may be a value of another program's option.
+    // A shorter name may be a value of another program's option.
     let is_whole = |word: &OsString| {
         let text = word.to_string_lossy();
         let is_long =
@@ -38,12 +38,12 @@ pub(super) fn is_qemu(program: &OsStr) -> bool {
     name.starts_with("qemu-system-") || matches!(&*name, "qemu-kvm" | "kvm" | "qemu")
 }
 
-/// Refuse a command in which a program keeps the library from the VMM, which is the last of these words (if it is
-/// known; else there is one word).
+/// Refuses a command in which a program keeps the library from the VMM. The VMM is the last of these words if it is
+/// known; otherwise there is one word.
 pub(super) fn check_programs(words: &[OsString]) -> Result<()> {
     for (index, word) in words.iter().enumerate() {
         let text = word.to_string_lossy();
-        // An argument is a program only if it is one that can be executed. `exec` will report a missing one.
+        // An argument is a program only if it can be executed. `exec` will report a missing program.
         let Some(path) = (index == 0 || !text.starts_with('-')).then(|| executable(word)).flatten() else { continue };
         check_program(&path)?;
         let name = text.rsplit('/').next().unwrap_or_default();
@@ -58,7 +58,6 @@ pub(super) fn check_programs(words: &[OsString]) -> Result<()> {
     Ok(())
 }
 
-/// The file that `exec` would find.
 fn executable(program: &OsStr) -> Option<PathBuf> {
     let candidates: Vec<PathBuf> = if program.to_string_lossy().contains('/') {
         vec![program.into()]
@@ -71,7 +70,7 @@ fn executable(program: &OsStr) -> Option<PathBuf> {
     candidates.into_iter().find(can_run)
 }
 
-/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged, and no
+/// Refuses a program that the dynamic loader would start without the preload library: it would run unmanaged, and no
 /// error would say so.
 fn check_program(path: &Path) -> Result<()> {
     let mode = std::fs::metadata(path).map_or(0, |meta| meta.permissions().mode());
@@ -87,7 +86,7 @@ fn check_program(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Is this a 64-bit ELF program that names no dynamic loader? Only its headers are read: a VMM has tens of MiB.
+/// Whether this is a 64-bit ELF program that names no dynamic loader. Only its headers are read: a VMM has tens of MiB.
 fn is_static(program: &File) -> std::io::Result<bool> {
     const PT_INTERP: u32 = 3;
     let mut header = [0; 64];

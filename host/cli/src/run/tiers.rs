@@ -1,8 +1,8 @@
 //! `--tiers fast=1G,slow=3G`: guest RAM as two NUMA nodes of different speed, in QEMU's words.
 //!
 //! Before: the operator's sizes and QEMU's command line. After: that command line with a backend and a node for each
-//! tier, distances, and an HMAT by which the guest's kernel tells the tiers apart (Demeter, section 3.3).
-//! Units: bytes. Promise: a pure function of the words; what does not go together is an error that says what to leave
+//! tier, distances, and an HMAT by which the guest's kernel distinguishes the tiers (Demeter, section 3.3). Units:
+//! bytes. Promise: a pure function of the words; for options that contradict each other, an error says which to leave
 //! out. Node 0 is fast and has all CPUs, node 1 is slow and has none.
 //!
 //! The figures of the HMAT only say which node is faster. They are those of DRAM and of Optane in Demeter's table 2.
@@ -14,7 +14,7 @@ use ballast_base::{Bytes, GIB, Invalid, MIB};
 use super::command_line::{Edit, megabytes};
 use super::options::{Opt, memory, options};
 
-/// Linux counts memory in blocks of this size, each of one node; and in larger ones in guests of 64 GiB or more.
+/// Linux counts memory in blocks of this size, each of one node. In guests of 64 GiB or more the blocks are larger.
 const BLOCK: u64 = 128 * MIB;
 const LARGE_GUEST: u64 = 64 * GIB;
 const LARGE_BLOCK: u64 = 2 * GIB;
@@ -26,11 +26,10 @@ const SPEED: [(&str, u32, &str); 2] = [("fast", 69, "80G"), ("slow", 177, "20G")
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tier {
     size: Bytes,
-    /// Node of the host that its memory comes from.
+    /// Node of the host from which its memory comes.
     host_node: Option<u32>,
 }
 
-/// The tiers of a guest, the fast one first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiers([Tier; 2]);
 

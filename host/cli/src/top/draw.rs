@@ -17,12 +17,10 @@ use crate::show;
 const BAD: Style = Style::new().fg(Color::Red);
 const BOLD: Style = Style::new().add_modifier(Modifier::BOLD);
 
-/// A VM waits if it stalls for more than this part of the time.
 const WAITS_PERCENT: f64 = 1.0;
 
-/// Lines of the host on a screen that is too low for all.
+/// Lines of the host on a low screen, which has no room for all.
 const FEW_LINES: usize = 2;
-/// A screen of fewer lines is low.
 const LOW: u16 = 12;
 
 const KEYS: &str = "\
@@ -56,7 +54,7 @@ const fn column(
     Column { name, sort, width, rank, show }
 }
 
-/// The first [`WORDS`] are words and the others figures.
+/// The first [`WORDS`] are words, the others figures.
 static COLUMNS: [Column; 12] = [
     column("NAME", Some(Sort::Name), 0, 6, |vm, _| name_of(vm)),
     column("STATUS", None, 6, 10, |vm, _| vm.status.to_string()),
@@ -81,13 +79,13 @@ const WORDS: usize = 2;
 const LONG_NAME: u16 = 24;
 const STALL_AND_RESIDENT: u16 = 19;
 
-/// The name, marked if something is wrong.
+/// The name, marked if the VM does not run normally.
 fn name_of(vm: &VmStat) -> String {
     let mark = if vm.status == VmStatus::Running { "" } else { "!" };
     format!("{mark}{}", shown(&vm.name))
 }
 
-/// A name of at most `width` columns: names differ at their ends, so the middle is left out.
+/// A name of at most `width` columns. Names differ at their ends, so the middle is left out.
 fn shortened(name: &str, width: usize) -> String {
     let count = name.chars().count();
     if Span::raw(name).width() <= width {
@@ -108,17 +106,16 @@ fn bars(values: &[u64], most: u64, width: u16) -> String {
     (0..width).map(|x| buffer[(x, 0)].symbol()).collect()
 }
 
-/// A name, values, and how one of them is written.
 type Bars<'a> = (&'static str, &'a [u64], fn(u64) -> String);
 
 fn stall_line(past: &History, width: u16) -> String {
     let values: Vec<u64> = past.stall_permille.iter().map(|part| u64::from(*part)).collect();
-    // The full height is a VM that waits for a tenth of the time, or more.
+    // A bar of full height is a VM that waits for a tenth of the time, or more.
     let most = values.iter().copied().max().unwrap_or(0).max(100);
     bars(&values, most, width)
 }
 
-/// Bytes and what there may be of them, if that is known.
+/// Bytes in use, and the most that may be, if that is known.
 fn of(bytes: u64, most: u64) -> String {
     let size = show::size(bytes);
     if most == 0 { size } else { format!("{size} of {}", show::size(most)) }
@@ -194,7 +191,7 @@ impl Screen {
         (past.at_unix_s.len() > 1).then(|| drawn.join("  "))
     }
 
-    /// Lines between the host and the list: what is wrong, what is typed; an empty one if there is nothing.
+    /// Lines between the host and the list: errors, the typed search; an empty line if there are none.
     fn notices(&self, width: u16) -> Vec<Line<'_>> {
         let mut lines = Vec::new();
         let mut wrapped = |text: String, style: Style| {
@@ -276,7 +273,7 @@ impl Screen {
         StatefulWidget::render(table, area, buffer, &mut state);
     }
 
-    /// One VM: why, where its memory is, its last hour, the policy's reasons.
+    /// One VM: why it waits, where its memory is, its last hour, the policy's reasons.
     fn vm_lines(&self, vm: &VmStat, width: u16) -> Vec<Line<'static>> {
         let size = show::size;
         let stall = vm.stall.some.avg10;

@@ -1,4 +1,4 @@
-//! What `ballast top` shows: one look at the host and its VMs, and their past.
+//! The data of `ballast top`: one look at the host and its VMs, and their past.
 //!
 //! Before: a daemon answers. After: `screen` has a look. Units: in the names.
 
@@ -23,12 +23,11 @@ impl Look {
     }
 }
 
-/// What there was before, for sparklines.
 #[derive(Debug, Default)]
 pub struct Past {
-    /// The host, an hour.
+    /// The host's last hour.
     pub host: History,
-    /// Each VM, ten minutes.
+    /// The last ten minutes of each VM, by name.
     pub vms: HashMap<String, History>,
 }
 
@@ -41,8 +40,6 @@ impl Past {
 
 #[derive(Debug, Default)]
 pub struct More {
-    /// Its last hour.
     pub history: History,
-    /// Decisions about it, oldest first.
     pub decisions: Vec<DecisionRecord>,
 }

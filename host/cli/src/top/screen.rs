@@ -1,6 +1,6 @@
-//! The state of `ballast top`, and what keys do to it.
+//! The state of `ballast top`, and the effect of keys on it.
 //!
-//! Before: looks come, keys are pressed. After: `draw` shows it.
+//! Before: looks come, keys are pressed. After: `draw` shows the state.
 
 use std::cmp::Ordering;
 
@@ -38,37 +38,30 @@ impl Sort {
     }
 }
 
-/// Why a VM waits or keeps its memory, else what is odd about its settings.
+/// Why a VM waits or keeps its memory; otherwise a warning about its settings.
 pub fn why(vm: &VmStat) -> Option<&str> {
     vm.why.as_deref().or_else(|| vm.warnings.first().map(String::as_str))
 }
 
-/// What fills the screen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pane {
-    /// All VMs.
     #[default]
     List,
     /// All VMs, while a search is typed.
     Search,
-    /// The VM that is selected.
     Vm,
-    /// The keys.
     Help,
 }
 
-/// What a key asks of the program.
+/// A request of a key to the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// Nothing more than to draw.
     Nothing,
-    /// The end.
     End,
     /// Figures of the VM that is now shown.
     More,
 }
 
-/// The state that is drawn.
 #[derive(Debug, Default)]
 pub struct Screen {
     pub look: Look,
@@ -77,17 +70,16 @@ pub struct Screen {
     pub sort: Sort,
     pub reverse: bool,
     pub pane: Pane,
-    /// Words that a VM's name, state or reason must have.
+    /// Words that a listed VM's name, state or reason must have.
     pub search: String,
     pub selected: Option<String>,
-    /// Why figures are old.
+    /// Why the figures are old.
     pub error: Option<String>,
-    /// Whether keys are read: then the last line shows some.
+    /// Whether keys are read: then the last line shows some of them.
     pub is_live: bool,
 }
 
 impl Screen {
-    /// The VMs that are listed, in order.
     pub fn shown(&self) -> Vec<&VmStat> {
         let search = self.search.to_lowercase();
         let matches = |vm: &&VmStat| {
@@ -107,7 +99,7 @@ impl Screen {
         self.look.vms.iter().find(|vm| vm.name == *name)
     }
 
-    /// Select the VM so many rows below the one that is selected, or above.
+    /// Selects the VM `by` rows below the selected one, or above it.
     fn select(&mut self, by: isize) {
         let names: Vec<String> = self.shown().into_iter().map(|vm| vm.name.clone()).collect();
         let at = self.selected.as_ref().and_then(|name| names.iter().position(|other| other == name));

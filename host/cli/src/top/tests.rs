@@ -1,4 +1,4 @@
-//! Frames of `ballast top` in buffers of several sizes, and what keys do.
+//! Frames of `ballast top` in buffers of several sizes, and the effect of keys.
 
 use ballast_api::{HostStat, Latency, Psi, Stall, VmStat, VmStatus};
 use ballast_base::{GIB, MIB};
@@ -61,7 +61,6 @@ fn screen() -> Screen {
     Screen { look, past: Past { host: past(60), vms: vms_past }, ..Screen::default() }
 }
 
-/// What a terminal of this size shows.
 fn drawn(screen: &Screen, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("terminal");
     terminal.draw(|frame| frame.render_widget(screen, frame.area())).expect("draw");

@@ -1,9 +1,9 @@
 //! Adopted VMs as the API shows and changes them.
 //!
-//! Before: [`super`] was asked for a VM that did not attach, or to adopt one. After: figures of the kernel and of page
-//! counts; or a change in the file of adopted VMs.
+//! Before: [`super`] was asked for a VM that did not attach, or to adopt one. After: figures from the kernel and from
+//! page counts; or a change in the file of adopted VMs.
 //! Threads: those of the API. Units: bytes and microseconds, in the field names.
-//! Promise: `size = resident + far + zero + untouched`. What only the pager can know is 0 or null.
+//! Promise: `size = resident + far + zero + untouched`. Fields that only the pager can fill are 0 or null.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::engine::host::Host;
 use crate::engine::served::SMALLEST_LIMIT;
 use crate::http::ChangeError;
 
-/// The figures of a VM; `None` if its VMM has ended. `swap`: the host's, now.
+/// The figures of a VM; `None` if its VMM has ended. `swap`: the host's swap at this moment.
 pub(super) fn stat(vm: &AdoptedVm, adopted: &AdoptedVms, swap: &Swap) -> Option<VmStat> {
     let figures = vm.figures(adopted.restore_us()).ok()?;
     let (terms, memory) = (vm.terms(), figures.memory);

@@ -1,14 +1,13 @@
 //! Events about operators' changes.
 //!
-//! Before: a change was made. After: it is in the event list.
-//! Threads: those of the API.
+//! Before: a change was made. After: the event list has it. Threads: those of the API.
 
 use ballast_base::Bytes;
 use ballast_policy::Settings;
 
 use crate::engine::host::Host;
 
-/// Reports an operator's change of a VM: its limit if that was named, and its settings if they differ.
+/// Reports an operator's change of a VM: the limit if the change names one, and the settings if they differ.
 pub(super) fn change(host: &Host, name: &str, limit: Option<Option<Bytes>>, (before, after): (Settings, Settings)) {
     if let Some(limit) = limit {
         let text = limit.map_or("removed".into(), |limit| limit.to_string());

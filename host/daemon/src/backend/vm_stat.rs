@@ -1,4 +1,4 @@
-//! One VM as the API's JSON types: where its memory is, what happened to it, how long that took.
+//! One VM as the API's JSON types: where its memory is, its events in numbers, and their durations.
 //!
 //! Before: [`super`] was asked for a VM. After: numbers read from counters, words and files.
 //! Threads: any; nothing here waits for a worker. Units: bytes and microseconds, in the field names.
@@ -56,7 +56,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
         pinned_pages: vm.pinned.pages().0,
         pinned_long_pages: vm.pinned.long().0,
         far_bytes: memory.far.0,
-        // A page in transit has a copy that does not count yet.
+        // A page in transit has a copy that does not yet count as far.
         far_file_bytes: bytes(file.pages).min(memory.far.0),
         far_remote_bytes: bytes(remote.pages).min(memory.far.0),
         zero_bytes: memory.zero.0,
@@ -162,7 +162,7 @@ fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_SIZE as u64)
 }
 
-/// The state of its guest's agent, if its VMM shows the port of one.
+/// The state of the guest's agent, if the VMM has a port for one.
 fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> {
     let state = match shown.state {
         told::State::NoPort => return None,
@@ -285,13 +285,13 @@ fn psi(averages: Averages, total_ns: u64) -> Psi {
     Psi { avg10, avg60, avg300, total_us: total_ns / 1000 }
 }
 
-/// One bound per power of two, between these nanoseconds, keeps the page small; the finer buckets are for percentiles.
+/// One bound for each power of four between these nanoseconds, which keeps the page small; the finer buckets are for
+/// percentiles.
 pub(super) fn bounds(histogram: &stats::Histogram, between: std::ops::Range<u64>) -> Histogram {
     let mut below = 0;
     let mut buckets = Vec::new();
     for (bucket, count) in histogram.counts.iter().enumerate() {
         below += count;
-        // Each bound is four times the one before: enough for a percentile, and few series.
         if bucket % 32 == 31 && between.contains(&stats::upper_edge(bucket)) {
             buckets.push(((stats::upper_edge(bucket) + 1) as f64 / 1e9, below));
         }

@@ -1,9 +1,8 @@
-//! Text for operators: why a VM waits, or why its memory is not reclaimed; and what the host lacks.
+//! Text for operators: why a VM waits, why its memory is not reclaimed, and which resource the host lacks.
 //!
 //! Before: the figures of VMs and of the host are read. After: sentences beside them.
 //! Threads: those of the API.
-//! Promise: a VM that runs and does not wait has no sentence, unless an operator should know something about its
-//! memory.
+//! Promise: a VM that runs and does not wait has no sentence, unless an operator should know a fact about its memory.
 
 use std::collections::HashMap;
 
@@ -11,16 +10,13 @@ use ballast_api::{Event, HostStat, VmClass, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_policy::{HostState, Kind};
 
-/// A VM waits if it stalls for more than this percentage of the time.
 const WAITS_PERCENT: f64 = 1.0;
-/// Events that explain why a VM waits, and how long they hold unless another one ends them.
+/// Events that explain why a VM waits. Each holds for [`TROUBLE_LASTS_MS`], or until an event of [`OVER`] ends it.
 const TROUBLES: [&str; 5] = ["fault-waits", "store-late", "spill-unavailable", "store-busy", "vm-stuck"];
 const OVER: [&str; 2] = ["store-back", "spill-back"];
 const TROUBLE_LASTS_MS: u64 = 600_000;
-/// Most VMs that a warning of the host names.
 const NAMED: usize = 3;
 
-/// Facts about the host for the sentences about a VM.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
     pub policy: Kind,
@@ -29,11 +25,11 @@ pub(super) struct Facts {
     pub budget_bytes: u64,
     pub store_bytes: u64,
     pub store_budget_bytes: u64,
-    /// The last trouble of each VM.
+    /// The last event of [`TROUBLES`] of each VM, as text.
     pub troubles: HashMap<String, String>,
 }
 
-/// The last trouble of each VM that has one, from events, oldest first.
+/// The last trouble of each VM that has one. `events` are oldest first.
 pub(super) fn troubles<'a>(events: impl IntoIterator<Item = &'a Event>, now_unix_ms: u64) -> HashMap<String, String> {
     let mut last = HashMap::new();
     for event in events {
@@ -47,13 +43,12 @@ pub(super) fn troubles<'a>(events: impl IntoIterator<Item = &'a Event>, now_unix
     last
 }
 
-/// Whether a store has no space, or little. 1/4 of it is reserved for VMs that have used less of it than others, and
-/// the last part stays empty, because pages differ in length.
+/// Whether a store has little or no space. 1/4 of it is reserved for VMs that have used less of it than others, and the
+/// last part stays empty, because pages differ in length.
 fn is_full(used: u64, budget: u64) -> bool {
     budget > 0 && used >= budget - budget / 4 - budget / 16
 }
 
-/// Whether the store refused pages of a VM above its limit.
 fn is_refused(vm: &VmStat, store_bytes: u64, store_budget_bytes: u64) -> bool {
     let is_above = vm.lower_limit().is_some_and(|limit| vm.resident_bytes > limit + limit / 50);
     is_above && vm.reclaim.store_full_events > 0 && is_full(store_bytes, store_budget_bytes)
@@ -63,7 +58,6 @@ fn is_short(state: Option<HostState>) -> bool {
     state.is_some_and(|state| state >= HostState::Soft)
 }
 
-/// Why the VM waits, or why its memory is not reclaimed.
 pub(super) fn of_vm(vm: &VmStat, facts: &Facts) -> Option<String> {
     let mut said = Vec::new();
     match (vm.status, &vm.status_reason) {
@@ -108,7 +102,6 @@ fn waits(vm: &VmStat, limit: Option<u64>, facts: &Facts) -> String {
     format!("{share}: {by} holds it at {}, and it uses more.{short}", Bytes(limit))
 }
 
-/// Why it is above its limit, if that is known.
 fn above(vm: &VmStat, limit: u64, facts: &Facts) -> Option<String> {
     let (over, pinned) = (vm.resident_bytes - limit, vm.pinned_pages * PAGE_SIZE as u64);
     let (used, budget) = (facts.store_bytes, facts.store_budget_bytes);
@@ -122,7 +115,7 @@ fn above(vm: &VmStat, limit: u64, facts: &Facts) -> Option<String> {
     Some(format!("It has {} more than the {} that it may have: {why}.", Bytes(over), Bytes(limit)))
 }
 
-/// What the host of these VMs lacks, the worst first.
+/// The resources that the host of these VMs lacks, the worst first.
 pub(super) fn of_host(host: &HostStat, vms: &[VmStat]) -> Vec<String> {
     let mut said = Vec::new();
     let (available, total) = (Bytes(host.mem_available_bytes), Bytes(host.mem_total_bytes));

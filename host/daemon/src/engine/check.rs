@@ -1,9 +1,9 @@
 //! Checks whether this engine could serve a VM that another engine serves now.
 //!
-//! Before: this engine will follow another one; the keeper sends each VM's descriptors. After: nothing has changed, and
-//! the keeper knows that this engine can open the VM, or the reason why not.
+//! Before: this engine will follow another one, and the keeper sends each VM's descriptors. After: nothing has changed,
+//! and the keeper knows that this engine can open the VM, or why it cannot.
 //! Threads: the VM's worker.
-//! Promise: it only reads. It checks everything for which opening would fail: layouts, words, store numbers, RAM files.
+//! Promise: it only reads. It checks everything that opening depends on: layouts, words, store numbers, RAM files.
 //! Unfinished work of the other engine is no reason to refuse, because recovery repairs it.
 
 use std::os::fd::OwnedFd;
@@ -19,7 +19,6 @@ use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::shared::Engine;
 
 impl Engine {
-    /// Checks this VM. The error says which part this engine cannot open.
     pub(super) fn check_vm(
         &self,
         id: VmId,
@@ -37,7 +36,7 @@ impl Engine {
             arena::inspect(&arena::GROUP, group)?;
         }
         if let Some([_, index]) = &file {
-            // The file itself is on a disk, which may not respond; opening does not wait for it, either.
+            // The store's file is on a disk, which may not respond. Opening would not wait for it, either.
             arena::inspect(&arena::INDEX, index)?;
         }
         let ram = ram_files(fds.collect(), files)?;
@@ -48,7 +47,7 @@ impl Engine {
         let mut numbers = vec![RAM_STORE];
         numbers.extend(file.map(|_| FILE_STORE));
         numbers.extend(group.map(|_| GROUP_STORE));
-        // Without a cluster in the settings, its pages wait (`missing`).
+        // Without a cluster in the settings, the VM's pages in the cluster wait (`missing`).
         numbers.extend((self.host.remote.is_some() || state.cluster() != 0).then_some(REMOTE_STORE));
         let seen = inspect(&state, &numbers)?;
         let Inspected { words, far, moving } = seen;

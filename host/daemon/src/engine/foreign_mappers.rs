@@ -1,12 +1,12 @@
-//! The scan for foreign mappers: no page leaves a VM while a process maps RAM of it without having attached.
+//! The scan for foreign mappers: no page leaves a VM while a process maps the VM's RAM but has not attached.
 //!
 //! Before: a view was added, a limit was set, or [`EVERY`] has passed. After: VMs with foreign mappers are held, and
 //! their pages are restored; a VM whose foreign mappers are gone is released.
 //! Threads: one, which other processes may delay; pages are restored on a thread of the VM.
 //! Promise: a VM is not reclaimed before the end of a scan that began after its view or its first limit was known. All
 //! requests during a scan share the next one, so the cost does not depend on their number. Processes that cannot be
-//! examined are reported once. A failed scan releases no VM, and is repeated after 5 s. Nor is a VM
-//! released if, during the scan, its RAM was being unplugged or a process was about to be served.
+//! examined are reported once. A failed scan releases no VM, and is repeated after 5 s. Nor is a VM released if, during
+//! the scan, its RAM was being unplugged or one of its processes was about to be served.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
@@ -28,8 +28,8 @@ use super::huge_pages::HugePages;
 use super::served::Served;
 
 const EVERY: Duration = Duration::from_secs(5);
-/// The scan rests for this many times the duration of the last one, at most [`LONGEST_REST`], so that VMs that come in
-/// a row share scans.
+/// A pause lasts this many times the duration of the last scan, at most [`LONGEST_REST`], so that VMs that come one
+/// after another share scans.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(250);
 
@@ -55,14 +55,13 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
 struct Scanner {
     host: Arc<Host>,
     processes: Processes,
-    /// Processes that could not be examined, as reported.
+    /// Processes that could not be examined, as last reported.
     unreadable: HashSet<Process>,
-    /// The last scan failed, as reported.
+    /// Whether the last scan failed, as last reported.
     failed: bool,
 }
 
 impl Scanner {
-    /// Scans for all VMs that need it, including those that requested it.
     fn scan(&mut self) {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_scan).collect();
         if wanted.is_empty() {
@@ -112,8 +111,8 @@ fn unreadable_text(process: Process) -> String {
     )
 }
 
-/// VMs that need a scan: those from which pages may be evicted, those that wait for one, and those with a foreign
-/// mapper that may be gone. Returns the VM with the number of the scan that it waits for.
+/// Whether a VM needs a scan: its pages may be evicted, it waits for one, or it has a foreign mapper that may be gone.
+/// Returns the VM with the number of the scan that it waits for.
 fn wants_scan(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
     let asked = served.asked();
@@ -122,19 +121,17 @@ fn wants_scan(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     wants.then_some((served, asked))
 }
 
-/// The bytes of files that are a VM's RAM.
 fn ram_of(regions: &[Arc<Region>]) -> FileRanges {
     regions.iter().filter(|region| !region.is_removed()).flat_map(|region| region.places()).collect()
 }
 
-/// The RAM of a VM, and the processes that may map it.
 struct Owner {
     ram: FileRanges,
-    /// Its processes, with the RAM that each must not map: a region that the keeper did not take from it, say.
+    /// Its processes, each with the RAM that it must not map: a region that the keeper did not take from it, say.
     outside: HashMap<u32, FileRanges>,
-    /// Where its processes announced to map it, if known. Elsewhere they are not served.
+    /// The places where its processes announced to map it, if known. Elsewhere their faults are not served.
     places: HashMap<u32, Places>,
-    /// What a process must not map is unknown: a process that is about to be served has no view yet, or one that
+    /// It is unknown what its processes must not map: one that is about to be served has no view yet, or one that
     /// unplugs RAM still maps it where it is no longer served.
     is_changing: bool,
 }
@@ -142,9 +139,9 @@ struct Owner {
 impl Owner {
     fn of(served: &Served) -> Self {
         let vm = &served.vm;
-        // First, so that an unplug that ends now still counts.
+        // Read first, so that an unplug that ends now still counts.
         let is_unplugging = vm.is_held_for(Hold::Unplug);
-        // Before the RAM, so that a region that is unplugged now counts in neither.
+        // Read before the RAM, so that a region that is unplugged now counts in neither.
         let regions = vm.regions();
         let ram = ram_of(&regions);
         let views = vm.views();
@@ -163,19 +160,17 @@ impl Owner {
         Self { ram, outside, places, is_changing }
     }
 
-    /// Whether this process, which maps `found`, maps what it must not, or elsewhere.
+    /// Whether this process maps RAM that it must not map, or maps it elsewhere than announced. `found`: its mappings.
     fn is_foreign(&self, process: &Process, found: &Mapped) -> bool {
         self.outside.get(&process.pid).unwrap_or(&self.ram).overlap(&found.files).is_some()
             || self.maps_elsewhere(process, found)
     }
 
-    /// Whether a served process also maps RAM elsewhere.
     fn maps_elsewhere(&self, process: &Process, found: &Mapped) -> bool {
         self.places.contains_key(&process.pid) && self.ram.overlap(&found.elsewhere).is_some()
     }
 }
 
-/// The places where a process maps a region.
 fn places_of(region: &Region, view: &View) -> Vec<Place> {
     let Some(base) = view.base(region.number) else { return Vec::new() };
     let mut next = base.0;
@@ -187,7 +182,6 @@ fn places_of(region: &Region, view: &View) -> Vec<Place> {
     region.places().into_iter().map(place).collect()
 }
 
-/// Scans twice for processes that map RAM of one of these VMs where they are not served.
 fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan {
     let mut of_file: HashMap<FileId, Vec<&Owner>> = HashMap::new();
     for owner in owners {
@@ -200,7 +194,7 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan
         announced.entry(*pid).or_default().extend(places.iter());
     }
     let announced = announced.into_iter().map(|(pid, places)| (pid, places.into_iter().collect())).collect();
-    // A process is known if it is served wherever it maps RAM of a VM; of a file that several VMs share, only their
+    // A process is known if it is served wherever it maps a VM's RAM. Of a file that several VMs share, only their own
     // parts count.
     mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), |process, found| {
         let mut owners = found.files.files().filter_map(|file| of_file.get(&file)).flatten();
@@ -208,13 +202,13 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan
     })
 }
 
-/// Holds or releases this VM after a scan. When the scan began, the VM was like `before`, and `asked` scans of it had
-/// been requested.
+/// Holds or releases this VM after a scan. When the scan began, the VM was `before`, and `asked` scans of it had been
+/// requested.
 fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
     // The current state: a region may have been plugged since the scan began.
     let mut owner = Owner::of(served);
     if owner.places != before.places {
-        // Processes were compared with what they had announced before.
+        // The scan compared processes with the places that they had announced before.
         owner.places.clear();
         owner.is_changing = true;
     }
@@ -228,7 +222,6 @@ fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
     }
 }
 
-/// Why no page of this VM may be evicted, by the result of the scan.
 fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
@@ -255,7 +248,6 @@ fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String>
     Some(format!("process {who} maps this VM's RAM and has not attached to Ballast, so no page may leave it{unknown}"))
 }
 
-/// Holds a VM while there is such a reason; releases it when the reason is gone.
 fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, over: &str) {
     let vm = &served.vm;
     match (reason, vm.is_held_for(kind)) {
@@ -265,7 +257,7 @@ fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, 
                 vm.report("restore-failed", format!("Restoring its pages: {error}"));
             }
         }
-        // It is held, but its far pages may not be returning: no thread could be started, or one met an error.
+        // It is held, but its far pages may not be returning: no thread could be started, or a thread met an error.
         (Some(_), true) => {
             if let Err(error) = served.restore_rest() {
                 tracing::warn!(vm = vm.state.name(), "Restoring its pages: {error}");
@@ -290,7 +282,6 @@ mod tests {
     use super::*;
     use crate::engine::late;
 
-    /// A VM that waits for a scan and has had a foreign mapper.
     fn held() -> Arc<Served> {
         let state = StateFile::create(VmId([6; 16]), "test").expect("state");
         let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
@@ -352,7 +343,6 @@ mod tests {
     #[test]
     fn a_scan_does_not_release_a_vm_with_a_process_that_is_not_served() {
         let served = held();
-        // An earlier check found this.
         served.set_unserved(7, "not all of it is served".into());
         judge(&served, Hold::Shared, "ram-shared", None, "over");
         assert_eq!(holds(&served), [true; 2]);

@@ -1,9 +1,9 @@
-//! Groups: the arenas in which VMs of a group store equal pages once; this engine opens each arena once.
+//! Groups: VMs of a group store equal pages once, in an arena that this engine opens once.
 //!
 //! Before: a member VM is opened, with its own opening of the arena. After: it shares the store with the members that
-//! are already here.
+//! are open here already.
 //! Threads: the workers of VMs; an arena's entry is locked while it is opened, which may take a second.
-//! Promise: two members of one arena have one store, while either is here. A group delays no member of another.
+//! Promise: members of one arena have one store while any of them is open here. A group delays no member of another.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, Weak};
@@ -13,19 +13,17 @@ use ballast_store::{Group, GroupMember, RamOptions};
 use ballast_sys::lock::Lock;
 use ballast_sys::memfd::{self, FileId};
 
-/// A group that is open while it has members here.
 type Entry = Arc<Mutex<Weak<Group>>>;
 
-/// The groups with members here. Device and inode identify an arena: each is a memfd that a keeper made, whose inode
-/// number is never used again, and the keeper takes back none that another user could make.
+/// The groups with open members. Device and inode identify an arena: each is a memfd that a keeper made, whose inode
+/// number is never used again, and the keeper takes back no file that another user could have made.
 #[derive(Debug, Default)]
 pub struct Groups(Mutex<Vec<(FileId, Entry)>>);
 
 impl Groups {
-    /// The entry of the group with this arena.
     fn entry(&self, id: FileId) -> Entry {
         let mut groups = self.0.locked();
-        // A thread that has an entry is opening the group.
+        // A thread that has an entry is just opening the group.
         let is_used = |entry: &Entry| Arc::strong_count(entry) > 1 || entry.locked().strong_count() > 0;
         groups.retain(|(_, entry)| is_used(entry));
         if let Some((_, entry)) = groups.iter().find(|(other, _)| *other == id) {
@@ -36,8 +34,8 @@ impl Groups {
         entry
     }
 
-    /// The store of this member. A member that is not `new` may have words that name pages in it. Fails if the arena
-    /// cannot be opened, or takes no more members.
+    /// The store of this member. A member that is not `new` may have words that name pages in the store. Fails if the
+    /// arena cannot be opened, or takes no more members.
     pub fn join(&self, opening: OwnedFd, vm: VmId, options: RamOptions, new: bool) -> std::io::Result<GroupMember> {
         let id = memfd::file_id(&opening)?;
         let entry = self.entry(id);
@@ -87,7 +85,7 @@ mod tests {
             }
             join(&other, 2).expect("another group");
             drop(keeps);
-            // On a slow host it may have given up; then it is repeated.
+            // On a slow host it may have given up; then it tries again.
             assert!(waits.join().expect("no panic").is_ok() || join(&kept, 1).is_ok());
         });
     }

@@ -22,24 +22,19 @@ use crate::history::Past;
 use crate::kept_settings::KeptSettings;
 use crate::settings::Settings;
 
-/// A VM whose VMM has attached is open within this time, unless the engine is far behind.
+/// Time within which the VM of an attached VMM is open, unless the engine is far behind.
 const OPENS_WITHIN: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct Host {
     pub begin: Begin,
-    /// The settings with which it began; the governor's may have changed since.
+    /// The settings with which the engine began; the governor's may have changed since.
     pub settings: Settings,
-    /// The VMs, in the order of their attach.
     pub vms: RwLock<Vec<Arc<Served>>>,
     pub events: Arc<Events>,
-    /// The budget of far pages in RAM.
     pub budget: Arc<Budget>,
-    /// The budget of far pages on disk.
     pub file_budget: Arc<Budget>,
-    /// The stores in which VMs of a group store equal pages once.
     pub groups: Groups,
-    /// The cluster for far pages, if any.
     pub remote: Option<Remote>,
     pub adopted: Arc<AdoptedVms>,
     pub pins: Arc<Pins>,
@@ -58,18 +53,18 @@ impl Host {
         self.all().into_iter().find(|served| served.vm.state.id() == id)
     }
 
-    /// The VM of this name; of several, the last, because an earlier one is about to be closed.
+    /// The VM of this name. If there are several, the last: an earlier one is about to be closed.
     pub fn by_name(&self, name: &str) -> Option<Arc<Served>> {
         self.all().into_iter().rfind(|served| served.vm.state.name() == name)
     }
 
-    /// Until when the VM of a caller that may just have started it is open: a VMM is attached before the engine has
-    /// opened the VM.
+    /// The time until which to wait for a VM that a caller may just have started: the VMM is attached before the engine
+    /// has opened the VM.
     pub fn opens_until() -> Instant {
         Instant::now() + OPENS_WITHIN
     }
 
-    /// Like `by_name`, but waits until then for an unknown VM.
+    /// Like [`Self::by_name`], but waits for an unknown VM, until `until`.
     pub fn attached(&self, name: &str, until: Instant) -> Option<Arc<Served>> {
         loop {
             let known = self.by_name(name);

@@ -1,9 +1,9 @@
 //! Holds a VM while khugepaged may fill its far pages with zeros.
 //!
-//! Before: the scan for foreign mappers checks a VM. After: the reason to hold it, if there is one.
-//! Threads: that scan's, the API's.
-//! Promise: the kernel is tried once, and the settings are read at each check, so a change takes effect within seconds;
-//! pages that the kernel filled in between are repaired when they are touched (`fault`).
+//! Before: the scan for foreign mappers checks a VM. After: there is a reason to hold the VM, or none. Threads: that
+//! scan's, and the API's.
+//! Promise: the kernel is tested once. The settings are read at each check, so a change takes effect within seconds;
+//! pages that the kernel filled before that are repaired when they are touched (`fault`).
 
 use std::sync::LazyLock;
 
@@ -16,12 +16,11 @@ use super::served::Served;
 /// Whether a collapse fills the holes of a registered range.
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
 
-/// The danger of khugepaged; `None`: it cannot harm far pages.
+/// The danger of khugepaged; `None` if it cannot harm far pages.
 #[derive(Debug)]
 pub struct HugePages(Option<Khugepaged>);
 
 impl HugePages {
-    /// Reads the settings, once for all VMs.
     pub fn now() -> Self {
         Self((*FILLS != Some(false)).then(|| Khugepaged::now(*FILLS)))
     }

@@ -1,12 +1,12 @@
 //! Opens a VM's file store, or recovers it, on its own thread, because its disk may not respond.
 //!
-//! Before: the VM is being opened, or reopened. After: its file store is there; or the VM is served without it, and
-//! pages in the file wait until the disk responds, or the store can be opened, which is repeated until the VM is
-//! closed.
-//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for its first try, for at most
-//! [`OPEN_TIMEOUT`], and not for a recovery.
-//! Promise: the store is not used before it has waited for writes that a dead engine left in flight, and was swept. It
-//! is not swept after the VM was closed, because another engine may then open it.
+//! Before: the VM is being opened, or reopened. After: its file store is open. Or the VM is served without the store,
+//! and pages in the file wait until the disk responds, or until the store can be opened: the thread retries until the
+//! VM is closed.
+//! Threads: one for each VM with a file store, until that is open. The VM's worker waits at most [`OPEN_TIMEOUT`] for
+//! the first try to open it, and never for a recovery.
+//! Promise: before it is used, the store has waited for writes that a dead engine left in flight, and was swept. It is
+//! not swept after the VM was closed, because another engine may then open it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,19 +21,18 @@ use ballast_store::{FileOptions, FileStore, Handle};
 use ballast_sys::lock::Lock;
 use ballast_sys::memory_error;
 
-/// How long a VM waits for its disk. A healthy one takes milliseconds.
+/// How long a VM waits for its disk. A healthy disk takes milliseconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time between two tries to open it. Whatever was missing (a descriptor, memory) may be there again at any time.
+/// Time between two tries to open it. A missing resource (a descriptor, memory) may be there again at any time.
 const PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct LateFile {
-    /// The handles in it that the words name, sent once they are known.
+    /// The handles in the store that the words name, sent once they are known.
     live: Sender<Option<Vec<Handle>>>,
     over: Receiver<()>,
 }
 
-/// The file store of a VM, once it is open.
 #[derive(Clone, Debug, Default)]
 pub struct File(Arc<Shared>);
 
@@ -45,7 +44,6 @@ struct Shared {
 }
 
 impl Shared {
-    /// Waits for the next try. Returns false if the VM was closed.
     fn pause(&self) -> bool {
         let waited = self.is_closed.wait_timeout_while(self.closed.locked(), PAUSE, |closed| !*closed);
         !*waited.unwrap_or_else(PoisonError::into_inner).0
@@ -57,8 +55,8 @@ impl File {
         self.0.opened.locked().clone()
     }
 
-    /// The VM is reopened, and no thread uses its store, which must be recovered. `None` if the store is not there yet:
-    /// the thread that opens it also recovers it; pages in it can only have become fewer since.
+    /// The recovery of a VM that is reopened, while no thread uses its store. `None` if the store is not open yet: the
+    /// thread that opens the store also recovers it, and since then its pages can only have become fewer.
     pub fn recovers(&self) -> Option<Recovery> {
         let opened = self.0.opened.locked().take()?;
         Some(Recovery { opened, shared: self.0.clone(), store: Arc::new(LateStore::new()) })
@@ -72,8 +70,8 @@ impl File {
 }
 
 impl LateFile {
-    /// Begins to open it from these descriptors, for the VM of this state file; it arrives in `store`. The thread holds
-    /// nothing else of the VM, whose memory must not wait for the disk when it ends.
+    /// Begins to open the store from these descriptors, for the VM of this state file; the open store arrives in
+    /// `store`. The thread holds nothing else of the VM, because the VM's memory must not wait for the disk.
     pub fn begin(
         state: StateFile,
         report: Reporter,
@@ -88,7 +86,7 @@ impl LateFile {
         let body = move || {
             let _listed = state.list_thread();
             let say = teller(&report, &state);
-            // A waiter sees the end of the channel.
+            // The end of the channel tells a waiter that the try is over.
             let mut end = Some(end);
             let failed = |error| {
                 if end.take().is_some() {
@@ -101,8 +99,8 @@ impl LateFile {
         Ok(Self { live, over })
     }
 
-    /// Passes the objects that the words name; `None` if no engine had the VM before. Waits until the store is there,
-    /// or cannot be opened, or the disk does not respond.
+    /// Passes the handles that the words name; `None` if no engine had the VM before. Waits until the store is open, or
+    /// cannot be opened, or the disk does not respond in time.
     pub fn finish(self, vm: &Vm, live: Option<Vec<Handle>>) {
         let Self { live: tell, over } = self;
         let _ = tell.send(live);
@@ -118,7 +116,6 @@ fn teller<'a>(report: &'a Reporter, state: &'a StateFile) -> impl Fn(&str, Strin
     move |kind, what| report(kind, format!("the file store of VM {}: {what}", state.name()))
 }
 
-/// The recovery of the file store of a reopened VM.
 #[derive(Debug)]
 pub struct Recovery {
     opened: Arc<FileStore>,
@@ -127,7 +124,6 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// Begins, for the VM of this state file, whose words are known.
     pub fn begin(self, state: StateFile, report: Reporter) -> io::Result<()> {
         let Self { opened, shared, store } = self;
         let live = store.take_live();
@@ -140,7 +136,7 @@ impl Recovery {
     }
 }
 
-/// Opens it, as soon as that is possible. `failed` gets the error of each failed try.
+/// Opens the store, as soon as that is possible. `failed` gets the error of each failed try.
 fn open(
     store: &LateStore,
     [file, index]: &[OwnedFd; 2],
@@ -176,7 +172,7 @@ fn open(
     }
 }
 
-/// Recovers it, with these live pages, before it arrives. Returns false if the VM was closed before.
+/// Recovers the store, with these live pages, before it arrives. Returns false if the VM was closed before that.
 fn arrive(
     store: &LateStore,
     opened: Arc<FileStore>,
@@ -184,7 +180,7 @@ fn arrive(
     shared: &Shared,
     say: &dyn Fn(&str, String),
 ) -> bool {
-    // What the last engine left there cannot be freed, and stays until the next engine tries.
+    // Objects that the last engine left in a read-only store cannot be freed, and stay until the next engine tries.
     let live = live.filter(|_| !opened.is_read_only());
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
     let closed = shared.closed.locked();
@@ -194,14 +190,14 @@ fn arrive(
     match (waited, live) {
         (Ok(()), Some(live)) => drop(opened.sweep(live.into_iter())),
         (Ok(()), None) => {}
-        // It works; objects that the dead engine left in it occupy space until the next engine tries again.
+        // The store works. Objects that the dead engine left in it occupy space until the next engine tries again.
         (Err(error), _) => {
             say("spill-unswept", format!("freeing what the last engine left in it: {error}"));
         }
     }
     store.arrive(opened.clone());
     *shared.opened.locked() = Some(opened);
-    // If memory of its index failed in the meantime, it is recovered again.
+    // If memory of the store's index failed during the recovery, the VM is recovered again.
     memory_error::notify();
     true
 }

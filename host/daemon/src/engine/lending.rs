@@ -1,7 +1,7 @@
-//! How much the pool lends, by the host's state: more while the host is short, and nothing more while it has spare
+//! How much of the pool is lent, by the host's state: more while the host is short, and no more while it has spare
 //! memory.
 //!
-//! Before: an operator said how much may be lent. After: `pool` lends from the reserve, or takes back.
+//! Before: an operator said how much may be lent. After: `pool` lends from the reserve, or takes memory back.
 //! Threads: the pool's. Units: bytes, milliseconds.
 //! Promise: memory of VMs is not lent. Memory does not oscillate: it returns only when the host does not need it.
 
@@ -9,20 +9,18 @@ use ballast_base::{Bytes, HUGE_SIZE};
 use ballast_policy::{HostSample, HostState, Ladder};
 use ballast_pool::{Error, Reserve};
 
-/// Time between checks of the host.
 pub const POLL_EVERY_MS: u64 = 1_000;
-/// If nothing could be lent, because VMs have all of it, or taken back, because the kernel found no pages, the next try
-/// is this much later.
+/// Time before the next try, if nothing could be lent, because VMs have all of it, or nothing could be taken back,
+/// because the kernel found no pages.
 const AGAIN_MS: u64 = 10_000;
-/// Multiple of the host's least free memory that is free after a loan, and stays free when memory returns: well
-/// beyond the state `high`.
+/// Multiple of the host's least free memory. That much is free after a loan, and stays free when memory returns: it is
+/// well beyond the state `high`.
 const AIM: u64 = 2;
 
 #[derive(Debug, Default)]
 pub struct Lender {
     ladder: Ladder,
     looked_ms: Option<u64>,
-    /// Nothing is tried before this time.
     not_before_ms: u64,
 }
 
@@ -57,7 +55,6 @@ impl Lender {
     }
 }
 
-/// The amount that should be lent.
 fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
     const SLICE: u64 = HUGE_SIZE as u64;
     let aim = min_free * AIM;
@@ -81,7 +78,6 @@ mod tests {
 
     const PAGES: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB";
 
-    /// The kernel's files on a host with 16 GiB.
     fn host(root: &Path) -> Host {
         let write = |file: &str, text: &str| {
             let file = root.join(file);
@@ -127,7 +123,7 @@ mod tests {
                 let pages = || host.pages(0).expect("pages").total;
                 assert_eq!(pages(), 5 + 512);
                 let mut lender = Lender::default();
-                // No operator has allowed it.
+                // No operator has allowed a loan.
                 has(100);
                 assert_eq!(lender.adjust(&mut reserve, 0).expect("adjusted"), None);
                 has(8 << 10);
@@ -145,7 +141,6 @@ mod tests {
                 has(50);
                 assert!(adjust(&mut reserve, 2_000).is_some());
                 assert_eq!(reserve.lent(), Bytes(512 * MIB), "and no more");
-                // The next engine.
                 drop(reserve);
                 let mut reserve = open().expect("open");
                 let mut lender = Lender::default();
@@ -170,7 +165,7 @@ mod tests {
         );
     }
 
-    /// Runs the second, and then the first, even if the second panics.
+    /// Runs `first` and then `last`, even if `first` panics.
     fn scopeguard(last: impl FnOnce(), first: impl FnOnce()) {
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(first));
         last();

@@ -1,9 +1,9 @@
-//! Makes the file store of a VM, on its own thread because its disk may not respond, and in the engine, so that no
+//! Makes the file store of a VM: on its own thread, because its disk may not respond, and in the engine, so that no
 //! thread of the keeper ever waits for that disk.
 //!
 //! Before: a process attaches as a VM that should have a file store and has none. After: the keeper has the store's
 //! descriptors, from which an engine can open it.
-//! Threads: two for each store that is made; the one that asks the disk ends when that responds.
+//! Threads: two for each store that is made; the one that calls the disk ends when the disk responds.
 //! Promise: a hung disk costs attaching processes [`MAKE_TIMEOUT`] once: while a store is overdue, no other is begun.
 
 use std::os::fd::AsFd;
@@ -23,8 +23,8 @@ use rustix::fs::Mode;
 use super::shared::{Engine, Made};
 use crate::config::Spill;
 
-/// How long an attach waits for the disk. A healthy one takes milliseconds, one under load seconds; and a VM that gets
-/// no file store has none for life. The keeper waits a second longer.
+/// How long an attach waits for the disk. A healthy disk takes milliseconds, a loaded one seconds; and a VM that gets
+/// no file store now never gets one. The keeper waits a second longer.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Engine {
@@ -67,10 +67,10 @@ impl Engine {
 }
 
 fn make(dir: &Path, max_bytes: Bytes) -> Made {
-    // It is opened again later, with the real budget.
+    // The store is opened again later, with the real budget.
     let options = FileOptions { max_bytes, ..FileOptions::new(Budget::new(Bytes(0))) };
     let (_, file, index) = FileStore::create(dir, options).map_err(Failure::new)?;
-    // Only its owner may open it for writing: clients keep a descriptor of it.
+    // Only the owner may open the index for writing: clients keep a descriptor of it.
     rustix::fs::fchmod(&index, Mode::RUSR | Mode::WUSR).map_err(Failure::new)?;
     Ok([file, index])
 }

@@ -1,14 +1,14 @@
 //! Memory errors in pages of a VM's own files (its state file, its stores).
 //!
-//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` replaced it with safe bytes.
+//! Before: a thread touched a lost page, and the handler of `ballast_sys::memory_error` replaced it with safe bytes.
 //! After: operators know the loss; if words or tables were lost, the VM was reopened, with recovery.
 //! Threads: one waits for losses; the VM's worker handles them, in turn with its orders.
 //! Promise: one VM's loss affects only that VM, and the engine stays.
 //!
-//! To *reopen* a VM does what follows an engine's death, for one VM: all its workers end, so that no page is locked;
-//! `recover` reads each word, and bytes in their file count; the stores sweep objects that no word names; workers begin
-//! again, and each waiting thread is woken. While workers run, nothing can be repaired: a lost word may have been
-//! locked, and the holder of the lock writes it again.
+//! To *reopen* a VM is what follows an engine's death, for one VM. All its workers end, so that no page is locked;
+//! `recover` reads each word, and pages in their file count as resident; the stores sweep objects that no word names;
+//! workers begin again, and each waiting thread is woken. While workers run, nothing can be repaired: a lost word may
+//! have been locked, and the holder of the lock writes it again.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -76,11 +76,10 @@ fn say(served: &Served) -> bool {
 }
 
 impl Engine {
-    /// Reopens a VM whose words or tables were damaged.
     fn reopen(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
-            // Nothing can be repaired while another engine serves the VM's faults: the one that finally has it alone
-            // does it.
+            // Nothing can be repaired while another engine serves the VM's faults. The engine that has the VM alone in
+            // the end repairs it.
             if served.is_damaged.swap(true, Ordering::AcqRel) {
                 return;
             }
@@ -97,7 +96,7 @@ impl Engine {
             Err(error) => {
                 let reason = format!("memory of the host failed, and the VM cannot be opened again: {error:#}");
                 served.vm.report("memory-error", reason.clone());
-                // The keeper gives this engine the VM again.
+                // The report has the keeper give this engine the VM again.
                 if !may_pass(error.as_ref()) || self.report(&Report::Lost(served.vm.state.id())).is_err() {
                     served.vm.fail_stop(&reason);
                 }
@@ -114,7 +113,7 @@ impl Engine {
         drop(listed);
         state.unlist_thread();
         std::mem::forget(state.list_thread());
-        // The disk may not respond.
+        // The file store is recovered on a thread of its own, because its disk may not respond.
         let (recovery, mut stores) = (last.file.recovers(), last.vm.stores.clone());
         if let Some(recovery) = &recovery {
             stores = stores.with(SlowTier::new(FILE_STORE, "file store", recovery.store.clone()));
@@ -126,7 +125,7 @@ impl Engine {
         self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")
     }
 
-    /// Lets the reopened VM replace the last opening, with its processes.
+    /// Replaces the last opening of the VM by the reopened one, and serves the VM's processes from it.
     fn recover(
         &self,
         last: &Arc<Served>,
@@ -150,7 +149,7 @@ impl Engine {
             last.vmm.clone(),
         ));
         served.take_after(last);
-        // Until a scan has seen all of its processes: those that are not added yet may have pages mapped.
+        // Until a scan has examined all of its processes: processes that are not added yet may have pages mapped.
         served.hold_unchecked();
         for place in self.host.vms.write().expect("no panic while held").iter_mut() {
             if Arc::ptr_eq(place, last) {
@@ -160,7 +159,7 @@ impl Engine {
         for view in last.vm.views() {
             served.vm.add_view(view, &[]).context("Serving a process again")?;
         }
-        // The caller was told that it failed, or that it was done.
+        // The caller of the earlier restore was told that it failed, or that it was done.
         for kind in [Hold::Pinned, Hold::Shared, Hold::Kept] {
             if served.vm.is_held_for(kind) {
                 served.restore(kind, served.vm.reason(kind), |_| ())?;

@@ -1,7 +1,7 @@
-//! Replaces the remote store of a VM with pages in a cluster that the settings no longer name.
+//! Takes the place of a VM's remote store, if the VM has pages in a cluster that the settings no longer name.
 //!
 //! Before: an operator removed `[remote]`, and an engine opens a VM whose state file names a cluster. After: operators
-//! know it; threads that touch one of those pages wait, as for a cluster that does not respond.
+//! know it; a thread that touches one of those pages waits, as for a cluster that does not respond.
 //! Threads: any; the slow workers wait in `get`. Units: pages.
 //! Promise: no page counts as lost, and a waiting page costs a few requests a second.
 
@@ -15,7 +15,6 @@ use ballast_store::{
     Attach, DurableStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
 };
 
-/// How long one request for a page waits.
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub struct MissingStore {
@@ -35,7 +34,6 @@ impl MissingStore {
         Self { name, report, pages: AtomicU64::new(0) }
     }
 
-    /// Words name this number of pages.
     fn has(&self, pages: u64) {
         if self.pages.swap(pages, Relaxed) == 0 && pages > 0 {
             let text = format!(
@@ -67,7 +65,6 @@ impl Store for MissingStore {
 
     /// The page stays in the cluster: an engine with `[remote]` sweeps it.
     fn free(&self, _: PageKey, _: Handle) {
-        // It never fails, because the closure always returns a value.
         let _ = self.pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(1)));
     }
 

@@ -1,11 +1,11 @@
 //! The engine: opens the VMs that the keeper hands over and serves them.
 //!
-//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and so is
-//! the last VM.
-//! Threads: this one takes orders and never waits for their execution. The API, the scan for foreign mappers, the
-//! governor and the check for stuck threads have one each, and change only words in memory of any VM. Orders are
-//! carried out on the threads of a pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state
-//! file while it works for that VM (`ballast_handover::threads`).
+//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper and the last VM are
+//! gone.
+//! Threads: the first one takes orders and never waits for their execution. The API, the scan for foreign mappers, the
+//! governor and the check for stuck threads have one each; of a VM they change only words in memory. Orders are carried
+//! out on the threads of a pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file
+//! while it works for that VM (`ballast_handover::threads`).
 //! Promise: it may be killed at any instruction, because state that must outlive it is already in the state files and
 //! arenas. It opens only VMs whose state file names it.
 
@@ -76,10 +76,9 @@ mod write_back;
 /// How long the API waits for VMs to open: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
 
-/// Takes orders until the keeper and the last VM are gone.
 pub fn run() -> anyhow::Result<()> {
     detach(c"ballastd");
-    // Guests wait for a new engine. The threads that this one starts do not run first.
+    // Guests wait for a new engine. The threads that this one starts have normal priority.
     run_first();
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
@@ -94,7 +93,7 @@ pub fn run() -> anyhow::Result<()> {
     };
     let settings = wire::decode::<Settings>(&begin.settings);
     let settings = settings.context("This engine cannot read its settings: restart ballastd").inspect_err(|error| {
-        // The operator who wants an upgrade to this engine learns the reason.
+        // The operator who requested an upgrade to this engine gets the reason.
         let _ = scm::send(&*keeper, &wire::encode(&Report::Refused(format!("{error:#}"))), &[]);
     })?;
     protect_from_oom_killer();
@@ -160,8 +159,8 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The pool asks how much memory VMs on demand can have far, and tells the governor when little is left for their
-/// touches.
+/// Connects pool and governor: the pool asks how much memory VMs on demand can have far, and tells the governor when
+/// little is left for their touches.
 fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
     let (host_now, decides, governor) = (Arc::downgrade(host), governor.clone(), governor.clone());
     let far = move || host_now.upgrade().map_or_else(Far::default, |host| decides.far(&host));
@@ -169,7 +168,7 @@ fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
     host.pool.demand.link(links);
 }
 
-/// The kernel should kill a guest before the process that holds the far memory of many.
+/// Has the kernel kill a guest before this process, which holds the far memory of many guests.
 fn protect_from_oom_killer() {
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", "-900") {
         tracing::debug!("Lowering this process's OOM score: {error}");
@@ -191,7 +190,7 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
     Ok(())
 }
 
-/// Calls `what`, unless an order to rest or to resume has come since order number `this`.
+/// Calls `what`, unless a later order to rest or to resume has come after order number `this`.
 fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
     let last = rests.locked();
     if *last == this {
@@ -202,9 +201,7 @@ fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
 struct Orders {
     engine: Arc<Engine>,
     workers: Arc<Mutex<Workers>>,
-    /// The API's listener, until it is served.
     api: Option<OwnedFd>,
-    /// Closed while VMs move between engines.
     gate: Gate,
     /// Counts the orders to rest and to resume: an earlier one must not undo a later one.
     rests: Arc<Mutex<u64>>,
@@ -213,7 +210,6 @@ struct Orders {
 #[derive(PartialEq, Eq)]
 enum End {
     Orphaned,
-    /// Another engine serves all VMs.
     Followed,
 }
 
@@ -237,7 +233,7 @@ impl Orders {
             }
             let what = format!("{order:?}");
             if !is_whole {
-                // Carried out without them, the order fails, and its error names the VM that is not served completely.
+                // The order fails without them, and its error names the VM that is not served completely.
                 tracing::error!("{what}: its descriptors did not come, because this process has too many open");
             }
             if let Err(error) = self.carry_out(order, received.fds, is_whole) {
@@ -246,7 +242,7 @@ impl Orders {
         }
     }
 
-    /// Carries out an order that takes no time; gives others to the VM's worker.
+    /// Carries out an order that takes no time; passes other orders to the VM's worker.
     fn carry_out(&mut self, order: Order, fds: Vec<OwnedFd>, is_whole: bool) -> anyhow::Result<()> {
         let engine = self.engine.clone();
         match order {
@@ -281,7 +277,7 @@ impl Orders {
         Ok(())
     }
 
-    /// VMs are about to move: decides nothing, and serves no API requests, until the next order.
+    /// Stops decisions and API requests, because VMs are about to move.
     fn rest(&self, seq: u64) -> io::Result<()> {
         let (engine, gate) = (self.engine.clone(), self.gate.clone());
         let (rests, this) = (self.rests.clone(), self.begin_rest());
@@ -301,7 +297,7 @@ impl Orders {
         Ok(())
     }
 
-    /// This engine has all VMs again, as far as they can be opened.
+    /// Decides and answers again: this engine has all VMs, as far as they can be opened.
     fn resume(&mut self) -> io::Result<()> {
         let opened = self.workers.locked().all_so_far();
         let (engine, gate) = (self.engine.clone(), self.gate.clone());
@@ -323,10 +319,10 @@ impl Orders {
         *last
     }
 
-    /// Has a VM closed, after its earlier orders, and reports that to the waiting caller.
+    /// Closes a VM after its earlier orders, and reports that to the waiting caller.
     fn close(&mut self, vm: VmId, seq: Option<u64>) -> io::Result<()> {
         let engine = self.engine.clone();
-        // At once, so that an order to open it again finds it.
+        // At once, so that an order to open the VM again finds it.
         let closing = engine.begin_closing(vm);
         self.workers.locked().give_last(vm, move || {
             let closed = engine.close_vm(vm, &closing);
@@ -337,8 +333,8 @@ impl Orders {
         })
     }
 
-    /// Serves the API, once the VMs that were handed over are open: no client may learn that a VM does not exist
-    /// because it is not open yet. A VM that does not open in time does not keep clients from the others.
+    /// Serves the API once the VMs that were handed over are open: no client may learn that a VM does not exist because
+    /// it is not open yet. A VM that does not open in time does not keep clients from the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let (opened, is_serving) = {
             let mut workers = self.workers.locked();
@@ -353,7 +349,7 @@ impl Orders {
             is_serving.store(true, Ordering::Release);
             let keeper = engine.keeper.clone();
             let shown = Arc::new(Shown { host: engine.host.clone(), governor: engine.governor.clone(), keeper });
-            // It rested if it follows another engine.
+            // An engine that follows another one has rested.
             at_turn(&rests, this, || {
                 engine.host.adopted.resume();
                 engine.governor.resume();
@@ -362,7 +358,7 @@ impl Orders {
             let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid, gate));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
-                // So that nobody waits for an engine that follows another: VMs go back.
+                // The keeper must not wait for this engine in an upgrade: VMs go back.
                 let _ = engine.report(&Report::Refused(format!("it cannot answer the API: {error:#}")));
             }
         })?;

@@ -1,9 +1,8 @@
-//! The descriptors that come with an order about a VM, and the regions that they belong to.
+//! The descriptors that come with an order about a VM, and the regions to which they belong.
 //!
-//! Before: the keeper sent the order ([`ballast_handover::orders`]). After: [`super::vms`] opens the VM with them, or
-//! [`super::check`] checks whether it could.
-//! Threads: the VM's worker.
-//! Promise: too few or too many are an error that names them.
+//! Before: the keeper sent the order ([`ballast_handover::orders`]). After: [`super::vms`] opens the VM with the files,
+//! or [`super::check`] checks whether it could. Threads: the VM's worker. Promise: if too few or too many files come,
+//! an error says how many.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,14 +14,13 @@ use ballast_handover::records::RegionRecord;
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::ram::RamFile;
 
-/// The regions whose files came with an order that says how many there were: the keeper may have added more since.
+/// The regions whose files came with an order about `count` regions: the keeper may have added more since.
 pub(super) fn sent_regions(state: &StateFile, count: u32) -> Vec<RegionRecord> {
     let mut regions = state.regions();
     regions.truncate(count as usize);
     regions
 }
 
-/// The RAM files that came with an order; there must be as many as it says.
 pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamFile>> {
     ensure!(fds.len() == usize::from(count), "{} RAM files came, and {count} were announced", fds.len());
     fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
@@ -35,7 +33,6 @@ pub(super) struct Files {
     pub file: Option<[OwnedFd; 2]>,
 }
 
-/// The files of the stores that came with an order.
 pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = OwnedFd>) -> anyhow::Result<Files> {
     let (mut arena, mut group, mut file) = (None, None, None);
     for StoreFiles { store, count } in stores {

@@ -2,8 +2,8 @@
 //!
 //! Before: the socket to the keeper was closed. After: this process is killed, or has closed its last VM and ends.
 //! Threads: the one that took orders; VMs are closed by their workers.
-//! Promise: a VM is closed only when its processes are gone. Of two engines that an upgrade left with a VM, one closes
-//! it.
+//! Promise: a VM is closed only when its processes are gone. If an upgrade left a VM with two engines, one of them
+//! closes it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,17 +16,16 @@ use ballast_sys::process::Process;
 use super::Orders;
 use super::served::Served;
 
-/// Time between checks whether VMs are gone.
 const POLLS_EVERY: Duration = Duration::from_millis(200);
 
-/// Whether this process is gone. If only faults are served, no thread listens to its client.
+/// Whether this process is gone. If the engine only serves the VM's faults, no thread listens to the client.
 fn is_gone(vm: &Vm, view: &View) -> bool {
     view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
 }
 
 impl Orders {
-    /// Whether the processes of this VM are gone. The keeper may have died before it told this engine about them: then
-    /// no process may have its RAM.
+    /// Whether the processes of this VM are gone. The keeper may have died before it told this engine about them; then
+    /// no process may hold its RAM.
     fn are_gone(&self, served: &Served) -> bool {
         match &served.vm.views()[..] {
             [] => !self.engine.is_held(served),
@@ -34,8 +33,8 @@ impl Orders {
         }
     }
 
-    /// The keeper died during an upgrade: this engine closes a VM that another engine serves, too, if that one serves
-    /// each process of it, or if none is left. Otherwise this engine serves it on.
+    /// The keeper died during an upgrade. If another engine serves a VM, too, this engine closes the VM if the other
+    /// one serves each process of it, or if no process is left. Otherwise this engine continues to serve it.
     ///
     /// `all_done`: each order was carried out. No keeper names engines at this time: it would need a process of the VM,
     /// and it ends this engine first.
@@ -55,7 +54,7 @@ impl Orders {
         let (engine, id, served) = (self.engine.clone(), state.id(), served.clone());
         let part = move || {
             drop(engine.part_with_vm(id));
-            // The other engine closes it when it is alone.
+            // The other engine closes the VM when it is alone.
             served.vm.state.has_left();
         };
         if let Err(error) = self.workers.locked().give_last(id, part) {
@@ -63,7 +62,6 @@ impl Orders {
         }
     }
 
-    /// The keeper is gone. Serves faults until the next keeper's engine ends this one, or until no VM is left.
     pub(super) fn serve_as_orphan(&mut self) {
         tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
         let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
@@ -77,7 +75,7 @@ impl Orders {
         {
             tracing::error!("Answering the API: {error:#}");
         }
-        // Some may not be open yet. The next keeper finds this engine in their state files.
+        // Some VMs may not be open yet. The next keeper finds this engine in their state files.
         let mut done = self.workers.locked().all_so_far();
         loop {
             let is_over = done.is_over();

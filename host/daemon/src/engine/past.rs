@@ -1,6 +1,6 @@
 //! Takes a sample of the host and of each VM every 10 s, for the history in the API.
 //!
-//! Threads: one of its own. Promise: while VMs move between engines no sample is taken, because no engine has all.
+//! Threads: one of its own. Promise: while VMs move between engines no sample is taken, because no engine has all VMs.
 
 use std::io;
 use std::sync::Arc;

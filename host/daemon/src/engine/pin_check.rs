@@ -1,8 +1,8 @@
 //! Loads the pin check, and tries again from time to time.
 //!
-//! Before: the engine began; without a check, a page is evicted after a time that is always long enough. After: the
-//! reclaim workers of all VMs use the check.
-//! Threads: one of its own, because it takes some 10 ms, in which faults must be served. Units: seconds.
+//! Before: the engine began; without the check, a page is evicted after a time that is long enough for any device.
+//! After: the reclaim workers of all VMs use the check.
+//! Threads: one of its own, because a load takes some 10 ms, in which faults must be served. Units: seconds.
 //! Promise: each change is logged once.
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use ballast_pager::vm::pinned::Pins;
 
-/// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 10 ms of CPU time.
+/// A missing condition (memory for a huge page) may appear, and a check may be lost. A try costs 10 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);
 
 pub fn start(pins: Arc<Pins>) -> anyhow::Result<()> {

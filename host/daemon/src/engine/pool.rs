@@ -1,11 +1,12 @@
-//! The engine's part of the pool: one engine has it at a time, zeroes memory that VMs leave, and gives VMs memory.
+//! The engine's part of the pool: one engine at a time has the pool, zeroes memory that VMs leave, and gives VMs
+//! memory.
 //!
-//! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
-//! files (see `ballast-pool`). Its pages of 2 MiB and of 1 GiB are separate reserves, each with a directory.
-//! Threads: one that opens the pool, looks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
+//! Before: the keeper said where the pool is. After: the API shows and changes it, and VMMs that connect to its socket
+//! get files (see `ballast-pool`). Its pages of 2 MiB and of 1 GiB are separate reserves, each with a directory.
+//! Threads: one that opens the pool, checks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
 //! API.
-//! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
-//! other part of the engine waits for it.
+//! Promise: an engine that died left a pool that this one finds intact. Nothing here touches guest memory, and no other
+//! part of the engine waits for it.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -26,11 +27,10 @@ use crate::engine::pool_parts::{self, Jobs, Parts};
 use crate::events::Events;
 use crate::settings::Pooling;
 
-/// Time between checks for VMs that are gone.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Time between checks of what VMs on demand have touched: one thread touches up to 128 MiB in it.
+/// Time between checks of what VMs on demand have touched: within it, one thread touches up to 128 MiB.
 const TOUCHED_EVERY: Duration = Duration::from_millis(20);
-/// Time between tries to zero slices whose pages another process holds, and to repeat a failed open or listen.
+/// Time between tries to zero slices whose pages another process holds, and to repeat an open or listen that failed.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 /// How long an operator's request waits for a pool that the preceding engine is about to leave.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
@@ -42,23 +42,21 @@ pub mod demand;
 pub struct PoolService {
     place: Pooling,
     state: Mutex<State>,
-    /// Notified when slices become dirty or zeroed.
     changed: Condvar,
-    /// Why VMMs cannot ask, although this engine has the pool.
+    /// Why VMMs cannot request memory, although this engine has the pool.
     silent: Mutex<Option<String>>,
-    /// Another engine has it and does not leave it.
+    /// Whether another engine has the pool and does not leave it.
     is_elsewhere: AtomicBool,
-    /// VMs to which memory is being sent: this engine has their files, too.
+    /// Number of VMs to which memory is being sent: this engine has their files, too.
     handing: AtomicUsize,
-    /// Memory on demand, as the governor sees it.
     pub demand: Demand,
 }
 
 #[derive(Debug)]
 enum State {
-    /// Another engine had it at the last try, or there was no try yet.
+    /// Another engine had the pool at the last try, or there was no try yet.
     Coming(String),
-    /// Why this engine does not have it.
+    /// This engine does not have the pool, for this reason.
     Without(String),
     Ours(Box<Parts>),
 }
@@ -83,7 +81,6 @@ impl PoolService {
         })
     }
 
-    /// Takes the pool from its last owner, and tends it.
     fn work(self: &Arc<Self>, events: &Events) {
         let place = &self.place;
         let mut said = String::new();
@@ -98,7 +95,7 @@ impl PoolService {
                     *self.state.locked() =
                         if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
                     said = why;
-                    // The engine that this one follows has it until it ends.
+                    // The engine that this one follows has the pool until it ends.
                     std::thread::sleep(POLL_EVERY);
                 }
             }
@@ -141,7 +138,7 @@ impl PoolService {
         missing
     }
 
-    /// Checks for VMs that are gone, if it is time, and zeroes one slice, or waits for at most this long.
+    /// Checks for VMs that are gone, if it is time, and zeroes one slice, or waits for at most `wait`.
     fn round(
         &self,
         looked: &mut Option<Instant>,
@@ -188,7 +185,7 @@ impl PoolService {
             let is_at_rest = matches!(rests, Ok(true)) && failed.is_ok();
             failed = failed.and(rests.map(drop));
             match is_at_rest {
-                // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
+                // No VM has memory of the pool, and there is nothing to do. A thread that changes that notifies.
                 true => match wait {
                     None => drop(self.changed.wait(state)),
                     Some(most) => drop(self.changed.wait_timeout(state, most)),
@@ -206,7 +203,7 @@ impl PoolService {
             let Ok(part) = parts.of(page) else { continue };
             let is_ready = part.finish(done);
             if let Some(found_a_page) = jobs.done(page, is_ready) {
-                // The other jobs are done in any case: a job that is dropped is never done.
+                // The other jobs are still run: a job that is dropped is never done.
                 failed = failed.and(part.replenish(found_a_page));
             }
         }
@@ -214,7 +211,7 @@ impl PoolService {
         failed
     }
 
-    /// Like `lock`, once the preceding engine has left the pool. Waits for that only once.
+    /// Locks the state, once the preceding engine has left the pool. Only the first call waits for that.
     fn lock_when_left(&self) -> MutexGuard<'_, State> {
         let is_coming =
             |state: &mut State| matches!(state, State::Coming(_)) && !self.is_elsewhere.load(Ordering::Relaxed);
@@ -229,7 +226,7 @@ impl PoolService {
     pub fn stat(&self) -> PoolStat {
         match &mut *self.lock_when_left() {
             State::Ours(parts) => {
-                // While no VM has memory of it, no other thread checks.
+                // While no VM has memory of the pool, no other thread checks.
                 for (_, reserve) in parts.each() {
                     if let Err(error) = reserve.find_failures() {
                         tracing::warn!("Looking for failed memory of the pool: {error}");

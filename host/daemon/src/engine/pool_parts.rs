@@ -1,9 +1,9 @@
-//! The parts of the pool, one for each size of pages: their directories, their work, and what the API shows.
+//! The parts of the pool, one for each size of pages: their directories, their work, and their figures for the API.
 //!
-//! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
-//! Threads: the lock of `pool` is held, except for jobs, which run without it.
-//! Promise: a part that cannot be opened does not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero
-//! one of 1 GiB takes 100 ms or more, for which no VM on pages of 2 MiB waits twice.
+//! Before: `pool` opens the pool. After: `pool` uses the part whose pages a request is about. Threads: the lock of
+//! `pool` is held, except for jobs, which run without it.
+//! Promise: a part that cannot be opened does not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero a
+//! page of 1 GiB takes 100 ms or more, and a VM on pages of 2 MiB waits for that at most once.
 
 use std::collections::VecDeque;
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +16,6 @@ use ballast_pool::map::Mode;
 use ballast_pool::{Error, Host, Job, Page, Reserve};
 use ballast_sys::memfd::FileId;
 
-/// In the order of [`Page::ALL`].
 #[derive(Debug)]
 pub(super) struct Parts(Vec<(Page, Part)>);
 
@@ -27,7 +26,8 @@ type Part = Result<Reserve, Invalid>;
 #[derive(Debug, Default)]
 pub(super) struct Jobs {
     jobs: VecDeque<(Page, Job)>,
-    /// For each part: its jobs left for slices that found no page before, and whether one of those found one.
+    /// For each part: its remaining jobs for slices that found no page before, and whether one of these jobs found a
+    /// page.
     again: [(usize, bool); 2],
 }
 
@@ -39,7 +39,7 @@ impl Parts {
         }
     }
 
-    /// Opens all, or those that can be used. Fails if another engine has a part, or none can be used.
+    /// Opens all parts, or those that can be used. Fails if another engine has a part, or none can be used.
     pub fn open(pool: &Path) -> Result<Self, Error> {
         let (mut parts, mut first) = (Vec::new(), None);
         for page in Page::ALL {
@@ -72,20 +72,19 @@ impl Parts {
         self.0[page as usize].1.as_mut().map_err(|why| why.clone())
     }
 
-    /// Those that can be used.
     pub fn each(&mut self) -> impl Iterator<Item = (Page, &mut Reserve)> {
         self.0.iter_mut().filter_map(|(page, part)| Some((*page, part.as_mut().ok()?)))
     }
 
-    /// Whether nothing must be checked, zeroed or lent until the next request. Fails if what may be lent cannot be
-    /// read.
+    /// Whether nothing must be checked, zeroed or lent until the next request. Fails if the amount that may be lent
+    /// cannot be read.
     pub fn is_at_rest(&self) -> Result<bool, Error> {
         let mut parts = self.0.iter().filter_map(|(_, part)| part.as_ref().ok());
         parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
-    /// The slices to zero: one, and with `again`, all that found no page before. Fails if all others are slices whose
-    /// file cannot be opened.
+    /// The slices to zero: one, and with `again`, all that found no page before. Fails if the only slices to zero are
+    /// some whose file cannot be opened.
     pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
         let (mut all, mut failed) = (Jobs::default(), Ok(()));
         for (page, part) in self.each().filter(|_| again) {
@@ -103,7 +102,7 @@ impl Parts {
                 Err(error) => failed = failed.and(Err(error)),
             }
         }
-        // Jobs that are due are done in any case, because a job that is dropped is never done.
+        // Jobs that are due are run in any case, because a job that is dropped is never done.
         match all.jobs.is_empty() {
             true => failed.map(|()| all),
             false => Ok(all),
@@ -126,8 +125,8 @@ impl Jobs {
         self.jobs.pop_front()
     }
 
-    /// A job with these pages was done. If it was the last of its part for slices that had found no page before,
-    /// returns whether one of those found one now.
+    /// Notes that a job with these pages was done. If it was its part's last one for slices that had found no page
+    /// before, returns whether any of these jobs found one now.
     pub fn done(&mut self, page: Page, is_ready: bool) -> Option<bool> {
         let (left, found) = &mut self.again[page as usize];
         if *left == 0 {
@@ -139,8 +138,8 @@ impl Jobs {
     }
 }
 
-/// The part for a VM's memory, and how it is taken; `None`: on demand. In the part of 1 GiB pages, a slice is one
-/// page.
+/// The part for a VM's memory, and the mode of the grant; `None` is on demand. In the part of 1 GiB pages, a slice is
+/// one page.
 pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
     match pages {
         Pages::Slices => (Page::Huge, Some(Mode::Slices)),
@@ -150,7 +149,6 @@ pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
     }
 }
 
-/// The part of an operator's request.
 pub(super) fn for_operator(pages: PoolPages) -> Page {
     match pages {
         PoolPages::Huge => Page::Huge,
@@ -158,7 +156,6 @@ pub(super) fn for_operator(pages: PoolPages) -> Page {
     }
 }
 
-/// Whether this is a file of the pool in this directory.
 pub(super) fn has(pool: &Path, file: FileId) -> bool {
     let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
     Page::ALL.into_iter().any(|page| {

@@ -1,11 +1,11 @@
-//! The cluster for far pages of all VMs, and the work for it beside that of the VMs.
+//! The cluster for far pages of all VMs, and the work for it that no VM's own workers do.
 //!
 //! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
-//! that died, are removed; operators know of settings that would lose pages.
-//! Threads: one for all of that, which may wait for the network; its callers do not.
+//! that died, are removed; operators learn of cluster settings that would lose pages.
+//! Threads: one for all of that, which may wait for the network; callers do not wait.
 //! Promise: a cluster that does not respond delays this thread only. The lease of a VM is renewed while its store
-//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back. Removal is
-//! done in steps, and leases are renewed between any two of them.
+//! exists, even while its workers wait, and while it is closed and its far pages are written back. Pages are removed in
+//! steps, and leases are renewed between any two of them.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, Weak};
@@ -28,41 +28,37 @@ use crate::events::Events;
 
 /// Time between checks of the cluster's settings, and of the leases.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
-/// Time between scans of all its keys for VMs without a lease; and before a failed one continues.
+/// Time between scans of all keys in the cluster for VMs without a lease; and before a failed scan continues.
 const POLL_EVERY: Duration = Duration::from_secs(3600);
 const POLL_AGAIN: Duration = Duration::from_secs(60);
-/// Pause before a failed step of removing an ended VM's pages is repeated.
+/// Pause before a failed step in the removal of an ended VM's pages is repeated.
 const RETRY: Duration = Duration::from_secs(5);
-/// Pause between two pieces of what a VM freed before it was closed.
+/// Pause between two steps in the removal of pages that a VM freed before it was closed.
 const TIDY_EVERY: Duration = Duration::from_millis(100);
 
-/// The stores of this engine's VMs, with the VMs' names.
 type Stores = Arc<Mutex<Vec<(String, Weak<RemoteStore>)>>>;
 
 enum Told {
-    /// This VM is gone for good.
     Ended(VmId),
-    /// The VM of this store is closed, and has freed pages that are not unlinked. It may return.
+    /// The VM of this store is closed, and has freed pages that are still in the cluster. The VM may return.
     Closed(Arc<RemoteStore>),
 }
 
-/// The cluster, and the thread that works for it.
 #[derive(Debug)]
 pub struct Remote {
     pub cluster: Arc<Cluster>,
-    /// Budget of the VMs' pages in it.
     pub budget: Arc<RemoteBudget>,
     told: mpsc::Sender<Told>,
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
-    /// Pages of VMs without a key yet will be sealed.
+    /// Whether pages of VMs without a key yet will be sealed.
     encrypt: bool,
     events: Arc<Events>,
 }
 
 impl Remote {
-    /// Uses the cluster in these settings, without waiting. Fails if an address is invalid, or the kernel gives no
-    /// thread.
+    /// Uses the cluster in these settings, without waiting. Fails if an address is invalid, or no thread can be
+    /// started.
     pub fn begin(settings: &config::Remote, events: Arc<Events>) -> anyhow::Result<Self> {
         let addr = |text: &String| Addr::parse(text).with_context(|| format!("remote.nodes: {text:?} is no address"));
         let options = ClusterOptions {
@@ -100,7 +96,7 @@ impl Remote {
         Ok(Self { cluster, budget, told, findings, stores, encrypt, events })
     }
 
-    /// The store of the VM of this state file. If another engine has it, too (`beside`), no key is made before that
+    /// The store of the VM of this state file. If another engine has the VM, too (`beside`), no key is made before that
     /// engine is gone, because it would not know the key. Fails if the kernel has no random numbers.
     pub fn store(&self, state: &StateFile, beside: bool, codec: Codec) -> anyhow::Result<Arc<RemoteStore>> {
         let (name, events) = (state.name(), self.events.clone());
@@ -109,7 +105,7 @@ impl Remote {
         let store = RemoteStore::new(state.id(), self.cluster.clone(), self.budget.clone(), codec, lease::LEASE)
             .kept_in(ItsCluster(state.share()), Some(tell));
         if !beside {
-            // An engine that began to write it died before a page was sealed.
+            // If an engine died while it wrote the key, no page was sealed yet.
             state.forget_unused_secret();
         }
         let store = match state.secret() {
@@ -141,12 +137,12 @@ impl Remote {
     /// This VM is gone for good: removes its pages from the cluster, if it ever had any.
     pub fn ended(&self, vm: VmId) {
         if of(&self.stores, vm).iter().any(|store| store.may_be_used()) {
-            // Without the thread, its lease expires.
+            // Without the thread, the VM's lease expires.
             let _ = self.told.send(Told::Ended(vm));
         }
     }
 
-    /// This VM is closed, and may return. Its freed pages are still removed.
+    /// This VM is closed, and may return: its freed pages are still removed.
     pub fn closed(&self, vm: VmId) {
         for store in of(&self.stores, vm).into_iter().filter(|store| !store.is_tidy()) {
             let _ = self.told.send(Told::Closed(store));
@@ -158,8 +154,8 @@ impl Remote {
     }
 }
 
-/// The remote store of a VM; without a cluster in the settings, a replacement if its words may name pages there. Fails
-/// as [`Remote::store`].
+/// The remote store of a VM. Without a cluster in the settings it is a replacement, if the VM's words may name pages in
+/// a cluster. Fails as [`Remote::store`].
 pub fn store_of(
     remote: Option<&Remote>,
     state: &StateFile,
@@ -174,7 +170,6 @@ pub fn store_of(
     })
 }
 
-/// The cluster that has a VM's pages, in its state file.
 #[derive(Debug)]
 struct ItsCluster(StateFile);
 
@@ -213,14 +208,12 @@ struct Caretaker {
     events: Arc<Events>,
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
-    /// VMs that are gone but still have keys.
+    /// VMs that are gone, and whose keys are still in the cluster.
     ended: lease::Ended,
-    /// Stores of closed VMs that still have freed pages.
     closed: Vec<Arc<RemoteStore>>,
     next_leases: Instant,
-    /// When a failed step is repeated.
     retry_at: Instant,
-    /// VMs reported because their leases could not be renewed for long.
+    /// VMs whose leases could not be renewed for long, as last reported.
     late: Vec<VmId>,
 }
 
@@ -283,7 +276,7 @@ impl Caretaker {
         pause.min(self.retry_at.saturating_duration_since(now))
     }
 
-    /// Reports new problems of the cluster. Those of a VM were reported by its store.
+    /// Reports new problems of the cluster. A VM's own problems were reported by its store.
     fn check(&self) {
         identity::mend(&self.cluster);
         let found = check(&self.cluster);
@@ -321,7 +314,7 @@ impl Caretaker {
         self.late = late;
     }
 
-    /// Removes the pages of VMs without a lease. Returns whether it came to the end.
+    /// Removes the pages of VMs without a lease. Returns whether the scan came to its end.
     fn sweep(&mut self, leaseless: &mut lease::Leaseless) -> bool {
         let (cluster, stores) = (self.cluster.clone(), self.stores.clone());
         let is_here = |vm| !of(&stores, vm).is_empty();

@@ -1,8 +1,7 @@
 //! A VM that the engine serves, with its processes and the work beside its workers.
 //!
-//! Before: the keeper handed it over. After: orders, the scan for foreign mappers, the governor and the API find
-//! everything about it here.
-//! Threads: any; locks are held briefly.
+//! Before: the keeper handed the VM over. After: orders, the scan for foreign mappers, the governor and the API find
+//! everything about it here. Threads: any; locks are held briefly.
 //! Promise: reclaim is held until the end of a scan for foreign mappers that began after the last change.
 
 use std::collections::{HashMap, HashSet};
@@ -23,26 +22,21 @@ use super::workers::Jobs;
 /// The smallest limit: below it, a guest cannot even keep its kernel resident.
 pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
 
-/// Why a VM is held after an operator's restore.
 pub const KEPT: &str = "an operator wants all of it in memory (`ballast vm restore NAME --end` ends that)";
 
 #[derive(Debug)]
 pub struct Served {
     pub vm: Arc<Vm>,
-    /// Its RAM store, for what other stores do not have.
+    /// Its RAM store, for pages that other stores do not have.
     pub store: Arc<RamStore>,
-    /// Its part of its group's store, if it is in a group.
     pub group: Option<Arc<GroupMember>>,
-    /// Its file store, once it is open.
     pub file: late::File,
     pub vmm: String,
-    /// Work beside its orders and workers.
     pub jobs: Jobs,
     /// Words or tables were lost while another engine had the VM, too: it must be reopened.
     pub is_damaged: AtomicBool,
-    /// Its processes, including those that are about to be served.
     pids: Mutex<HashSet<u32>>,
-    /// Its processes that are not served everywhere they map its RAM, and why.
+    /// Its processes that are not served everywhere they map its RAM, each with the reason.
     unserved: Mutex<HashMap<u32, String>>,
     /// Each thread that restores all of its pages has a clone.
     restoring: Arc<()>,
@@ -74,35 +68,36 @@ impl Served {
         }
     }
 
-    /// RAM that its far pages occupy; for pages that its group stores once, its share.
+    /// RAM that its far pages occupy; of pages that its group stores once, its share.
     pub fn store_bytes(&self) -> u64 {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
-    /// Ends all work for it, except the serving of its faults. Blocks; may wait for a disk or a cluster.
+    /// Ends all work for the VM, except the serving of its faults. Blocks; may wait for a disk or a cluster.
     pub fn end_work(&self) {
         self.vm.serve_faults_only();
         self.jobs.close();
     }
 
-    /// Ends all work for it. Its faults are served until nothing that may wait is left.
+    /// Ends all work for the VM. Its faults are served until nothing that may wait is left.
     pub fn stop(&self) {
         self.end_work();
         self.vm.stop();
         self.settle();
     }
 
-    /// Does deferred work of its near stores. To be called when the VM was stopped, because another thread may still
-    /// hold it when its arenas have been opened again, and nothing must be done then. Does not wait for a disk:
-    /// recovery finds a file store's deferred work.
+    /// Does deferred work of the VM's near stores. The VM must be stopped: another thread may still hold it when its
+    /// arenas have been opened again, and then nothing may be done. Does not wait for a disk: recovery finds a file
+    /// store's deferred work.
     pub fn settle(&self) {
         self.vm.stores.near().iter().for_each(|tier| tier.store.tidy());
     }
 
-    /// From now on, only serves its faults, from all stores.
+    /// From now on, only serves the VM's faults, from all stores.
     ///
-    /// Nothing is put into any store from then on. If an operation is in progress that only recovery could complete (a
-    /// late write, a file that is being opened and swept), the VM moves without it.
+    /// Nothing is put into any store from then on. Fails if an operation is in progress that only recovery could
+    /// complete (a late write, a file that is being opened and swept): then the VM moves without a time in which two
+    /// engines serve its faults.
     pub fn serve_faults_only(&self) -> io::Result<()> {
         let stores = &self.vm.stores;
         if let Some(why) = self.unserved() {
@@ -117,7 +112,7 @@ impl Served {
             group.part();
         }
         self.end_work();
-        // Deferred work so far is done; what its faults defer from now on is done when it is closed.
+        // Work that was deferred until now is done. Work that later faults defer is done when the VM is closed.
         stores.first().store.tidy();
         // The last spill may have given up waiting.
         finished()
@@ -142,7 +137,7 @@ impl Served {
         }
     }
 
-    /// Holds reclaim at once, and restores each page on its own thread, which then reports the result.
+    /// Holds reclaim at once, and restores each page on a thread of its own, which then reports the result.
     pub fn restore(
         &self,
         kind: Hold,
@@ -163,7 +158,7 @@ impl Served {
         })
     }
 
-    /// Restores far pages of a held VM, unless a thread does: it may have been missing, or met an error.
+    /// Restores far pages of a held VM, unless a thread does: the thread may have been missing, or met an error.
     pub fn restore_rest(&self) -> io::Result<()> {
         if self.vm.stats().get(Counter::Far) == 0 || Arc::strong_count(&self.restoring) > 1 {
             return Ok(());
@@ -175,7 +170,7 @@ impl Served {
         })
     }
 
-    /// Starts a thread that restores all of its pages, and then calls `then`.
+    /// Starts a thread that restores all of the VM's pages, and then calls `then`.
     fn bring_back(&self, then: impl FnOnce(&Vm, io::Result<()>) + Send + 'static) -> io::Result<()> {
         let (vm, under_way) = (self.vm.clone(), self.restoring.clone());
         self.jobs.begin("restore", move || {
@@ -194,30 +189,29 @@ impl Served {
         self.pids.locked().insert(pid);
     }
 
-    /// Why a process that has attached counts as one that has not, if there is one.
+    /// Why some attached process counts as not attached; `None` if none does.
     pub fn unserved(&self) -> Option<String> {
         self.unserved.locked().values().next().cloned()
     }
 
-    /// Why this process counts as not attached, if it does.
     pub fn unserved_of(&self, pid: u32) -> Option<String> {
         self.unserved.locked().get(&pid).cloned()
     }
 
-    /// This process is not served everywhere it maps the RAM.
     pub fn set_unserved(&self, pid: u32, reason: String) {
         self.unserved.locked().insert(pid, reason);
     }
 
     /// Like `set_unserved`, and holds the VM with each page restored, because such a process may read zeros where pages
-    /// are far. An error: no thread could be started; the VM is still held.
+    /// are far. Fails if no thread could be started; the VM is still held.
     pub fn hold_unserved(&self, pid: u32, reason: String) -> io::Result<()> {
         self.set_unserved(pid, reason.clone());
         self.restore(Hold::Shared, reason, |_| ())
     }
 
     /// Ends a hold of this kind, and returns whether it is ended: `Shared` stays while some process is not served. A
-    /// thread that notes such a process holds the VM afterwards, so either it or this call sees the other's change.
+    /// thread that notes an unserved process holds the VM afterwards, so either it or this call sees the other's
+    /// change.
     pub fn release(&self, kind: Hold) -> bool {
         let unserved = self.unserved.locked();
         let is_released = kind != Hold::Shared || unserved.is_empty();

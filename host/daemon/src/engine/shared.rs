@@ -1,4 +1,4 @@
-//! State shared by the thread that takes orders and the workers of VMs.
+//! State that the thread that takes orders shares with the workers of VMs.
 //!
 //! Before: the engine has begun. After: `mod` takes orders with it, and `vms`, `make`, `memory` and `write_back` carry
 //! them out.
@@ -28,10 +28,8 @@ use super::unopened::{Unopened, may_pass};
 use crate::events::Events;
 use crate::settings::Settings;
 
-/// The place of a file store's file, and its index.
 pub(super) type Made = Result<[OwnedFd; 2], Failure>;
 
-/// File stores whose disk has not responded in time.
 #[derive(Debug, Default)]
 pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
 
@@ -42,16 +40,15 @@ impl Overdue {
         !overdue.is_empty()
     }
 
-    /// Adds a store; `made` gets a message when its disk has responded.
     pub fn add(&self, made: Receiver<Made>) {
         self.0.locked().push(made);
     }
 }
 
-/// A VM that is being closed: set when its far pages must no longer be written back.
+/// Set when the far pages of a VM that is being closed must no longer be written back.
 pub(super) type Closing = Arc<AtomicBool>;
 
-/// The calling thread works for the VM until this is dropped.
+/// The calling thread counts as working for the VM until this is dropped.
 pub(super) struct Unlists<'a>(pub &'a Vm);
 
 impl Drop for Unlists<'_> {
@@ -60,7 +57,6 @@ impl Drop for Unlists<'_> {
     }
 }
 
-/// Recovers the words of a VM after its workers have ended.
 pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
     let recovered = vm.recover()?;
     let far: Vec<_> = recovered.live.iter().map(|(number, live)| (*number, live.count())).collect();
@@ -78,8 +74,8 @@ pub(super) struct Engine {
     pub closing: Mutex<HashMap<VmId, Closing>>,
     pub overdue: Overdue,
     pub unopened: Mutex<HashMap<VmId, Unopened>>,
-    /// VMs that another engine serves, too, and that this one has closed: the keeper records it, unless it dies before
-    /// it reads the report.
+    /// VMs that another engine serves, too, and that this one has closed. The keeper records that, unless it dies
+    /// before it reads the report.
     pub parted: Mutex<Vec<StateFile>>,
 }
 
@@ -88,7 +84,6 @@ impl Engine {
         &self.host.settings
     }
 
-    /// Opens a VM's state file once more, for another thread.
     pub fn open_again(&self, state: &StateFile) -> anyhow::Result<StateFile> {
         let state = StateFile::open(state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
         state.open_as(self.me.pid, self.me.start);
@@ -99,7 +94,7 @@ impl Engine {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
     }
 
-    /// Records why this VM could not be opened, or that it could. `is_whole`: the order came with all of its
+    /// Records why this VM could not be opened, or that it was. `is_whole`: whether the order came with all of its
     /// descriptors.
     pub fn unopened(&self, vm: VmId, why: Option<&anyhow::Error>, is_whole: bool) {
         self.forget_unopened(vm);
@@ -117,7 +112,6 @@ impl Engine {
         self.unopened.locked().remove(&vm)
     }
 
-    /// This engine has closed a VM that another one serves, too.
     pub fn has_parted(&self, state: Option<StateFile>) {
         let mut parted = self.parted.locked();
         parted.extend(state);
@@ -129,20 +123,18 @@ impl Engine {
         self.parted.locked().retain(|state| state.id() != vm);
     }
 
-    /// The keeper is gone: records the closings that it may not have read.
+    /// The keeper is gone: records the closings whose reports it may not have read.
     pub fn record_parted(&self) {
         self.has_parted(None);
         let mut parted = self.parted.locked();
         parted.drain(..).for_each(|state| state.has_left());
     }
 
-    /// Reports that an order failed; `vm` is the VM that it was about, if any.
     pub fn failed(&self, vm: Option<String>, what: &str, error: &anyhow::Error) {
         tracing::error!(vm, "Carrying out {what}: {error:#}");
         self.events.add(vm, "order-failed", format!("{error:#}"));
     }
 
-    /// The order of this number is done, or failed for this reason.
     pub fn done(&self, seq: u64, result: io::Result<()>) -> anyhow::Result<()> {
         self.report(&Report::Done { seq, result: result.map_err(Failure::new) })
     }

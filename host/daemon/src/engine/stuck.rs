@@ -1,11 +1,11 @@
 //! Reports that a VM waits for a thread of this engine that sleeps in the kernel.
 //!
 //! Before: a thread that works for a VM sleeps in a system call, for example for the `mmap_lock` of a VMM. After: an
-//! operator was told which thread, and again when it continues. Other VMs do not wait for it, because each has its own
-//! threads.
-//! Threads: one, which reads the states of threads and nothing that could delay it.
-//! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
-//! checked once for all of them.
+//! operator was told which thread sleeps, and is told again when it continues. Other VMs do not wait for it, because
+//! each has its own threads.
+//! Threads: one, which reads only the states of threads, because nothing else may delay it.
+//! Promise: there is one event for a sleep and one for its end, however long it takes. A thread that works for many VMs
+//! is checked once for all of them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use ballast_handover::sleep::{STUCK, Sleeper, reason};
 use super::host::Host;
 use super::served::Served;
 
-/// Time between checks, and how long a thread must have slept without a break to be reported.
+/// Time between checks, and time that a thread must have slept without a break before it is reported.
 const EVERY: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(4);
 
@@ -34,7 +34,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
 
 #[derive(Default)]
 struct Seen {
-    /// Threads that slept at the last check: CPU time, and since when that has not changed.
+    /// Threads that slept at the last check: CPU time, and since when the CPU time has not changed.
     sleeping: HashMap<u32, (u64, Instant)>,
     told: Option<Instant>,
 }
@@ -62,7 +62,6 @@ fn check(host: &Host, seen: &mut HashMap<VmId, Seen>) {
 }
 
 impl Seen {
-    /// The report about this VM.
     fn update(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
         let me = std::process::id();
         let before = std::mem::take(&mut self.sleeping);

@@ -1,7 +1,7 @@
 //! VMs that could not be opened, and the failures that may pass.
 //!
-//! Before: an order about a VM failed. After: the reason is known to callers that ask about the VM; if it may pass, the
-//! keeper gives this engine the VM again (`Report::Lost`).
+//! Before: an order about a VM failed. After: callers that ask about the VM get the reason. If the failure may pass,
+//! the keeper gives this engine the VM again (`Report::Lost`).
 //! Threads: the VMs' workers.
 //! Promise: a lack of descriptors or threads is never final, and a lack of memory is not final for opening a VM.
 
@@ -15,14 +15,14 @@ pub(super) struct Unopened {
     pub may_pass: bool,
 }
 
-/// Whether it failed because this engine, or the host, lacks descriptors or threads. A single process of a VM cannot
-/// cause that, unlike ENOMEM, which the kernel also returns for a process that has too many mappings or is gone.
+/// Whether this engine, or the host, lacks descriptors or threads. A single process of a VM cannot cause that, unlike
+/// ENOMEM, which the kernel also returns for a process that has too many mappings or is gone.
 pub(super) fn lacks_handles(error: &(dyn Error + 'static)) -> bool {
     is_one_of(error, &[Errno::MFILE, Errno::NFILE, Errno::AGAIN])
 }
 
-/// Whether opening a VM, which involves no process, failed for lack of something that may be there later: the above, or
-/// memory.
+/// Whether opening a VM, which involves no process, failed for lack of a resource that may be free later: descriptors,
+/// threads or memory.
 pub(super) fn may_pass(error: &(dyn Error + 'static)) -> bool {
     lacks_handles(error) || is_one_of(error, &[Errno::NOMEM, Errno::NOSPC, Errno::NOBUFS])
 }

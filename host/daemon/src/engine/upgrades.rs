@@ -1,8 +1,8 @@
-//! Upgrades, from the engine's side: receives the request, passes it on to the keeper, and shows the state.
+//! Upgrades, from the engine's side: receives the request, passes it to the keeper, and shows the state.
 //!
-//! Before: an operator asks the API. After: the keeper has said whether it begins, and tells each engine the state, so
-//! that a client that asks the successor learns the result.
-//! Threads: any; the one that takes orders brings the keeper's messages.
+//! Before: an operator asks the API. After: the keeper has replied whether it begins, and tells each engine the state:
+//! a client that asks the successor learns the result. Threads: any; the one that takes orders brings the keeper's
+//! messages.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,10 +20,9 @@ use ballast_handover::upgrading::{Stage, Upgrading};
 use ballast_sys::lock::Lock;
 use rustix::fs::OFlags;
 
-/// How long the keeper may take to reply whether it begins. It waits for no other process.
+/// How long the keeper may take to reply. It waits for no other process.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-/// The state of the last upgrade, and open requests.
 #[derive(Debug, Default)]
 pub struct Upgrades(Mutex<State>);
 
@@ -35,15 +34,13 @@ struct State {
 }
 
 impl Upgrades {
-    /// The keeper reports the state.
     pub fn set(&self, now: Upgrading) {
         self.0.locked().now = now;
     }
 
-    /// The keeper says whether it begins one.
+    /// The keeper replies to request `ask` whether it begins an upgrade.
     pub fn answered(&self, ask: u64, result: Result<(), Failure>) {
         if let Some(waiting) = self.0.locked().asked.remove(&ask) {
-            // The caller may have given up.
             let _ = waiting.send(result);
         }
     }
@@ -73,7 +70,7 @@ impl Upgrades {
         }
     }
 
-    /// Has the keeper begin one. `report` sends it the request. The error says why it does not begin.
+    /// Has the keeper begin an upgrade. `report` sends the request. The error says why the keeper does not begin.
     pub fn begin(
         &self,
         program: Option<String>,
@@ -103,8 +100,8 @@ impl Upgrades {
     }
 }
 
-/// Reads the beginning of a program's file. The keeper opens the file without a time limit, so a file server that hangs
-/// must delay this request instead.
+/// Reads the beginning of a program's file, because the keeper opens the file without a time limit: a file server that
+/// hangs delays this request instead.
 fn read_beginning(program: &str) -> io::Result<()> {
     // Nonblocking, so as not to wait for a writer of a FIFO.
     let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(program);

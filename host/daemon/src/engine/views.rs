@@ -1,10 +1,9 @@
 //! Adds a process whose faults will be served, even if not all of its RAM can be.
 //!
-//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served. If pages are far
-//! where the kernel does not register its memory (the VMM unmapped it unannounced), the VM is not reclaimed.
-//! Threads: the VM's worker.
-//! Promise: all regions are served, whatever is mapped there. One that cannot be registered costs an event and the
-//! limit.
+//! Before: the keeper handed over userfaultfds and a control socket. After: the process's faults are served. If pages
+//! are far in memory that the kernel does not register (the VMM unmapped it unannounced), the VM is not reclaimed.
+//! Threads: the VM's worker. Promise: all regions are served, whatever is mapped there. A region that cannot be
+//! registered costs an event and the VM's limit.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -17,13 +16,12 @@ use ballast_sys::{Uffd, process};
 
 use super::served::Served;
 
-/// Returns whether this process is a QEMU that was started to load a VM: by `virsh restore`, a migration, a snapshot.
+/// Whether this process is a QEMU that was started to load a VM: by `virsh restore`, a migration, or a snapshot.
 pub fn loads(pid: u32) -> bool {
     let line = process::command_line(pid).unwrap_or_default();
     line.split(|byte| *byte == 0).any(|word| matches!(word, b"-incoming" | b"--incoming" | b"-loadvm" | b"--loadvm"))
 }
 
-/// Serves this process with these descriptors, as far as possible.
 pub fn add(
     served: &Arc<Served>,
     pid: u32,
@@ -57,7 +55,6 @@ pub fn add(
     Ok(added.map(drop)?)
 }
 
-/// The descriptors that come with a view: userfaultfds, then the control socket.
 fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Vec<Uffd>, OwnedFd)> {
     let control = fds.pop().context("a view needs descriptors, none came")?;
     anyhow::ensure!(!fds.is_empty(), "a view needs a userfaultfd, none came");

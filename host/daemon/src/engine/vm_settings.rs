@@ -1,9 +1,10 @@
-//! The settings of a VM that attaches for the first time, before its workers start and the first page can be evicted.
+//! The settings of a VM that attaches for the first time; given before its workers start and its first page can be
+//! evicted.
 //!
 //! Before: the keeper has made the VM's state file, with the limit of the command line. After: the file has the
-//! operators' earlier changes of this VM, and its part of the configuration.
+//! operators' earlier changes of this VM, and the settings of the rules that match it.
 //! Threads: the VM's worker; those of the API read.
-//! Promise: whatever cannot be read, the VM is served; an event names what it does not have.
+//! Promise: the VM is served even if settings cannot be read; an event names the missing ones.
 
 use ballast_adopt::cgroup;
 use ballast_api::{SettingSource, SourceKind};
@@ -25,7 +26,6 @@ pub fn identity(state: &StateFile) -> Identity {
     Identity { name, is_named, uuid: state.uuid(), uid, cgroups }
 }
 
-/// Gives a VM its settings, unless it had them before.
 pub fn settle(host: &Host, state: &StateFile) {
     if Sources::of_word(state.sources()).is_some() {
         return;
@@ -42,7 +42,7 @@ pub fn settle(host: &Host, state: &StateFile) {
     let rules = rules.into_iter().map(|rule| (SourceKind::Rule, rule.wanted));
     let all: Vec<_> = kept.into_iter().chain(rules).collect();
     let mut settled = rules::settle(state.limit(), &all);
-    // Sources that are consistent alone may contradict each other.
+    // Sources that are each consistent may contradict each other.
     let limit = settled.limit.map(|limit| limit.0);
     if let Some(why) = settled.settings.contradiction(u64::MAX, limit) {
         note("settings-unread", format!("{} has its limit alone, because its settings do not agree: {why}", vm.name));
@@ -68,7 +68,6 @@ fn in_words(SettingSource { setting, source, rule }: &SettingSource) -> String {
     }
 }
 
-/// The sources of those settings of a VM that somebody named.
 pub fn sources(host: &Host, state: &StateFile) -> Vec<SettingSource> {
     let sources = Sources::of_word(state.sources()).unwrap_or_default().0;
     let rules = match sources.contains(&Some(SourceKind::Rule)) {

@@ -1,7 +1,7 @@
 //! Orders about one VM: opens it, adds processes and RAM, restores it, closes it.
 //!
-//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the order is done, or an event says
-//! why not.
+//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the order is carried out, or an event
+//! says why not.
 //! Threads: the VM's worker, which is in the list of the VM's state file during the order.
 //! Promise: only a VM whose state file names this engine is opened.
 
@@ -50,7 +50,7 @@ struct Opening {
 }
 
 impl Engine {
-    /// Carries out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
+    /// Carries out an order about a VM, on its worker. `is_whole`: whether all of its descriptors came.
     pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>, is_whole: bool) {
         let what = format!("{order:?}");
         let opens = matches!(order, Order::OpenVm { .. });
@@ -88,7 +88,7 @@ impl Engine {
             }
             (Order::AddRegion { pid, span, number, files, .. }, Some(served)) => {
                 let added = ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files));
-                // The error that `add_region` reported itself is more exact.
+                // The error that `add_region` itself reported is more exact.
                 if let Err(error) = &added
                     && served.unserved_of(pid).is_none()
                 {
@@ -141,10 +141,10 @@ impl Engine {
         }
     }
 
-    /// The other engine of this VM has closed it: does all the rest for it, too.
+    /// The other engine of this VM has closed it: from now on this engine does all work for it.
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
-        // If it was reopened for a memory error after the other engine had closed it, its stores belong to this engine
-        // already, and its workers run.
+        // If the VM was reopened for a memory error after the other engine had closed it, its stores belong to this
+        // engine already, and its workers run.
         let owns = if served.vm.is_alone() {
             Ok(())
         } else {
@@ -153,18 +153,17 @@ impl Engine {
             owns
         };
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
-        // The other engine may have met a loss, in its own mapping.
+        // The other engine may have met a loss in its own mapping.
         let has_lost = served.vm.has_lost_words().context("Looking for lost words");
         if matches!(has_lost, Ok(true)) {
             served.is_damaged.store(true, Ordering::Release);
         }
-        // Reopens it if it is damaged.
         memory_error::notify();
         owns.and(has_lost.map(drop))
     }
 
     /// Reports whether this process is served in these regions. If not, it may read zeros where pages are far, so the
-    /// reply is sent once no page is.
+    /// reply is sent only when no page is far.
     fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
         let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
         let in_all =
@@ -182,8 +181,8 @@ impl Engine {
     }
 
     /// Keeps each page in memory, and reports when all are restored: a VMM that is about to pin its memory must not
-    /// wait for a far page in the kernel, and a process that cannot be served must find none. Runs on its own thread,
-    /// because it takes a second per 100,000 far pages.
+    /// wait in the kernel for a far page, and a process that cannot be served must find none. Runs on a thread of its
+    /// own, because it takes a second per 100,000 far pages.
     fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
         let keeper = self.keeper.clone();
         let begun = served.restore(kind, reason, move |result| {
@@ -287,7 +286,7 @@ impl Engine {
         }
         let served = Arc::new(Served::new(vm.clone(), store, group, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
-        // Losses found while it was opened are reported now that it is known.
+        // Losses that were found before the VM was in the list are reported now.
         memory_error::notify();
         self.governor.opened(&served);
         if epoch == 1 {
@@ -296,7 +295,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The store in the arena of its group. A VM that the group has no room for shares no pages.
+    /// The store in the arena of the VM's group. If the group has no room for the VM, the VM shares no pages.
     fn join_group(
         &self,
         group: OwnedFd,
@@ -306,7 +305,7 @@ impl Engine {
     ) -> anyhow::Result<Option<Arc<GroupMember>>> {
         match self.host.groups.join(group, state.id(), options, is_new) {
             Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                // So it never was a member, and no word of it names that store.
+                // It never was a member, so no word of it names that store.
                 let name = state.name();
                 let message = format!("VM {name} shares no pages: {error}");
                 self.events.add(Some(name), "group-unavailable", message);
@@ -322,9 +321,7 @@ impl Engine {
         let remote_after_s = || settings.remote.as_ref().map(|remote| remote.after_s);
         Tuning {
             quarantine: Duration::from_millis(settings.quarantine_ms),
-            // Without a slow store nothing is spilled.
             spill_after: file_after_s.or_else(remote_after_s).map(Duration::from_secs),
-            // Memory is placed by its heat.
             track: settings.heat.track || settings.tier.is_some(),
             heat: settings.heat.settings(settings.tier.is_some()),
             tiers: settings.tier.map(Tiering::to_pager),
@@ -348,7 +345,7 @@ impl Engine {
     ) -> anyhow::Result<()> {
         served.add_pid(pid);
         served.hold_unchecked();
-        // Further RAM may come: its limit need not be below the size that it has now.
+        // More RAM may come: the limit need not be below the size of now.
         let has_limit = served.vm.state.limit().or(served.vm.state.target()).is_some();
         if served.vm.state.epoch() == 1 && has_limit && views::loads(pid) {
             served.vm.set_loads();
@@ -362,7 +359,7 @@ impl Engine {
             self.events.add(Some(name), "taken-over", text);
         }
         if served.vm.is_pinned() {
-            // Nobody waits for this restore: the hold has been there since the VM was opened.
+            // No caller waits for this restore: the hold has existed since the VM was opened.
             served.restore(Hold::Pinned, served.vm.reason(Hold::Pinned), |_| ())?;
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
@@ -370,10 +367,9 @@ impl Engine {
         self.request_scan(served)
     }
 
-    /// Requests the scan for which reclaim is held ([`Served::hold_unchecked`]).
     pub(super) fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         if served.vm.state.leaving().is_some() {
-            // That engine may map its RAM: the scan is requested when it is gone.
+            // The leaving engine may map the VM's RAM: the scan is requested when it is gone.
             return Ok(());
         }
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")
@@ -388,8 +384,8 @@ impl Engine {
         files: &[RamFile],
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
-        // A running scan does not look at its files. Another process that maps a region that we know cannot unmap pages
-        // of it yet: until it has our reply, it does not know that this memory is managed.
+        // A running scan does not cover the region's files. Another process that maps a region that we know cannot
+        // unmap pages of it yet: it learns from our reply that this memory is managed.
         served.hold_unchecked();
         let (known, was_pinned) = (vm.region(number).is_some(), vm.is_pinned());
         let opened = if known { Ok(number) } else { vm.open_region(files) };
@@ -405,14 +401,14 @@ impl Engine {
             served.hold_unserved(pid, reason)?;
         }
         if vm.is_pinned() && !was_pinned {
-            // A region of 1 GiB pages pins its VM, of which pages may be far.
+            // A region of 1 GiB pages pins its VM, which may have far pages.
             served.restore(Hold::Pinned, vm.reason(Hold::Pinned), |_| ())?;
         }
         Ok(())
     }
 
-    /// Closes a VM without processes. An error: it could not be opened, for a reason that may pass; its far pages were
-    /// not written back, and its leftovers stay.
+    /// Closes a VM without processes. Fails if the VM could not be opened, for a reason that may pass: then its far
+    /// pages were not written back, and its files stay as they are.
     pub(super) fn close_vm(&self, id: VmId, closing: &Closing) -> io::Result<()> {
         let Some(served) = self.stop_vm(id) else {
             return self
@@ -427,17 +423,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Another engine will have the VM: this one stops changing anything of it. An error says that the VM was not
-    /// served everywhere it is mapped.
+    /// Stops changing anything of a VM that another engine will have. An error says that the VM was not served
+    /// everywhere it is mapped.
     pub(super) fn part_with_vm(&self, id: VmId) -> io::Result<()> {
         let Some(served) = self.host.by_id(id) else {
             return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
         };
         let _listed = served.vm.state.list_thread();
         served.end_work();
-        // Like the near stores' deferred work at the end, but while its faults are served, because it may wait for a
-        // disk or a cluster. What its last faults defer is found by recovery, or by the other engine of a cluster's
-        // store.
+        // As the near stores' deferred work is done at the end, but while the VM's faults are still served, because it
+        // may wait for a disk or a cluster. Work that the last faults defer is found by recovery, or, in a cluster, by
+        // the store of the other engine.
         for tier in served.vm.stores.slow() {
             blocking(|| served.vm.state.beside(|| tier.store.tidy()));
         }

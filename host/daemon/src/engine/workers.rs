@@ -2,9 +2,9 @@
 //! and never the thread that takes orders.
 //!
 //! Before: an order about a VM came. After: it is done, after earlier ones about that VM.
-//! Threads: those of a separate pool (`ballast_pager::run`), which replaces a thread that waits; in the pool of the
+//! Threads: those of a pool of its own (`ballast_pager::run`), which replaces a thread that waits. In the pool of the
 //! VMs' tasks an order would wait for the reclaim of hundreds of VMs. The longest work (restoring each page of a VM) is
-//! a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that, either.
+//! a thread of [`Jobs`], so that later orders about the VM need not wait for it, either.
 //! Promise: orders about one VM are carried out one at a time, in the order in which they came, even if the VM was
 //! closed and comes again.
 
@@ -25,12 +25,11 @@ use ballast_sys::lock::Lock;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// The workers of all VMs. Only one thread gives them work.
 #[derive(Debug)]
 pub struct Workers {
     pool: Pool,
     vms: HashMap<VmId, Worker>,
-    /// Set when no guest waits for this engine to take its VM over any more.
+    /// Set when no guest waits any more for this engine to open its VM.
     is_serving: Arc<AtomicBool>,
 }
 
@@ -38,7 +37,7 @@ pub struct Workers {
 struct Worker {
     orders: Arc<Mutex<Orders>>,
     task: Handle,
-    /// Set when its last work is done and no more is expected.
+    /// Set when the VM's last work is done and no more is expected.
     ended: Arc<AtomicBool>,
 }
 
@@ -59,7 +58,7 @@ impl Worker {
         let orders = Arc::new(Mutex::new(Orders::default()));
         let taken = orders.clone();
         let next = move |_: Instant| {
-            // Guests whose VMs are open run again. They must not take the CPUs that opening the others needs.
+            // Guests whose VMs are open run again. They must not take the CPUs that are needed to open the others.
             go_first(!is_serving.load(Ordering::Acquire));
             let (work, is_closed) = {
                 let mut orders = taken.locked();
@@ -96,12 +95,10 @@ impl Default for Workers {
 }
 
 impl Workers {
-    /// The flag to set when each VM that was handed over is served.
     pub fn is_serving(&self) -> Arc<AtomicBool> {
         self.is_serving.clone()
     }
 
-    /// Does this for the VM, after its earlier orders.
     pub fn give(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.sweep();
         let worker = match self.vms.entry(vm) {
@@ -116,12 +113,11 @@ impl Workers {
         Ok(())
     }
 
-    /// Like `give`, for the last work for this VM, as far as is known.
+    /// Like [`Self::give`], for work that is the VM's last, as far as is known.
     pub fn give_last(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let ended = Arc::new(AtomicBool::new(false));
         let sign = ended.clone();
         self.give(vm, move || {
-            // Also after a panic of the work.
             let _ = catch_unwind(AssertUnwindSafe(work));
             sign.store(true, Ordering::Release);
         })?;
@@ -135,7 +131,7 @@ impl Workers {
         self.vms.retain(|_, worker| !worker.ended.load(Ordering::Acquire));
     }
 
-    /// A handle that tells when all orders so far are done.
+    /// A handle that is done when all orders so far are.
     pub fn all_so_far(&mut self) -> Done {
         let (sender, receiver) = mpsc::channel();
         for worker in self.vms.values() {
@@ -147,18 +143,16 @@ impl Workers {
 }
 
 fn run(work: Work) {
-    // Unfinished work affects only its own VM; the next order may be the one that closes the VM.
+    // Unfinished work affects only its own VM, and the next order may close the VM.
     if catch_unwind(AssertUnwindSafe(work)).is_err() {
         tracing::error!("carrying out an order panicked");
     }
 }
 
-/// See [`Workers::all_so_far`].
 #[derive(Debug)]
 pub struct Done(Receiver<()>);
 
 impl Done {
-    /// Waits for at most this long; returns whether all is done.
     pub fn wait(&self, at_most: Duration) -> bool {
         self.0.recv_timeout(at_most) == Err(RecvTimeoutError::Disconnected)
     }
@@ -168,7 +162,7 @@ impl Done {
     }
 }
 
-/// Threads that work on one VM for as long as it takes. They must end before the VM may be reopened.
+/// Threads that work on one VM, each for as long as its work takes. They must end before the VM may be reopened.
 #[derive(Debug, Default)]
 pub struct Jobs(Mutex<State>);
 
@@ -179,7 +173,7 @@ struct State {
 }
 
 impl Jobs {
-    /// Starts this on its own thread. Fails after [`Jobs::close`], or if the kernel gives no thread.
+    /// Starts `work` on a thread of its own. Fails after [`Jobs::close`], or if no thread can be started.
     pub fn begin(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let mut state = self.0.locked();
         state.threads.retain(|thread| !thread.is_finished());
@@ -195,7 +189,6 @@ impl Jobs {
         !self.0.locked().threads.is_empty()
     }
 
-    /// Lets no job begin any more, and waits for those that have.
     pub fn close(&self) {
         let threads = {
             let mut state = self.0.locked();

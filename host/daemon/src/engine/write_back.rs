@@ -1,12 +1,12 @@
-//! The far pages of a VM whose processes are gone, or of RAM that is unplugged: dropped, or written back if their files
-//! outlive that.
+//! Far pages of a VM whose processes are gone, or of RAM that is unplugged: they are dropped, or written back if a
+//! process can still reach their files.
 //!
 //! Before: the keeper ordered the VM closed, and its workers have ended. After: no process can ever reach its RAM
 //! files, or its far pages are in them again.
 //! Threads: the VM's worker, which other processes and a lack of memory may delay.
-//! Promise: a file that no process can reach is dropped at once; one that a process can reach gets its pages back,
-//! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that wants to
-//! hand its memory on has it restored first (see `preload`).
+//! Promise: a file that no process can reach is dropped at once. A file that a process can reach gets its pages back,
+//! whatever the limit was, as far as the host has memory. A process that reads the file before that reads zeros: a VMM
+//! that wants to pass its memory on has it restored first (see `preload`).
 
 use std::io;
 use std::sync::Arc;
@@ -25,18 +25,17 @@ use ballast_sys::process::Process;
 use super::served::Served;
 use super::shared::{Closing, Engine};
 
-/// Memory of the host that is left to others, as 1/N of all.
+/// Part of the host's memory that is left to others: 1/N of all.
 const LEFT_TO_OTHERS: u64 = 32;
-/// A client waits 5 s for an unplug, and so do other orders about its VM.
+/// A client waits 5 s for an unplug, and other orders about its VM wait as long.
 const RETURNS_WITHIN: Duration = Duration::from_secs(4);
-/// Time between checks whether a process can reach the files: a file may be deleted, a process may end.
+/// Time between checks whether a process can reach the files: a file may be deleted, or a process may end.
 const POLL_EVERY: Duration = Duration::from_secs(1);
 /// Checks whether a process still has the files take at most 1/N of the time.
 const LOOKS_PART: u32 = 20;
-/// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Whether this process, which started the engine, is alive.
+/// Whether this process is this engine's parent, which a dead process is not.
 fn is_parent(pid: u32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == pid)
 }
@@ -55,16 +54,16 @@ impl Engine {
         }
     }
 
-    /// The VM will be opened again, because only its attach socket was cut. Its far pages may stay far.
+    /// The VM will be opened again, because only its attach socket was cut: its far pages may stay far.
     pub(super) fn stop_writing_back(&self, vm: VmId) {
         if let Some(closing) = self.closing.locked().get(&vm) {
             closing.store(true, Ordering::Release);
         }
     }
 
-    /// Leaves nothing in memory of a VM that is closed, unless it is opened again: its far pages are written back if a
-    /// process can reach their file, and dropped from the stores. Its processes may have kept its files, whose memory
-    /// no budget counts any more.
+    /// Ends the far pages of a VM that is closed, unless it is opened again: they are written back if a process can
+    /// reach their file, and dropped from the stores. A process may have kept the VM's files, whose memory no budget
+    /// counts any more.
     pub(super) fn leave(&self, served: &Served, closing: &Closing) {
         let vm = &served.vm;
         let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
@@ -96,7 +95,8 @@ impl Engine {
         if let Some(remote) = &self.host.remote {
             remote.ended(vm.state.id());
         }
-        // If a VM is opened again, its copies are freed one by one; only here, no thread puts any more into the store.
+        // No thread puts more into the store any more, so all of it is emptied at once. The copies of a VM that is
+        // opened again are freed one by one.
         if let Some(file) = served.file.opened() {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
@@ -111,7 +111,7 @@ impl Engine {
     }
 
     /// The files of a closed VM outlive it, and it may be opened again: removes its freed pages from the cluster,
-    /// without a wait. A file store does that when it is opened again.
+    /// without a wait. A file store's freed pages are removed when the store is opened again.
     fn tidy(&self, served: &Served) {
         if let Some(remote) = &self.host.remote {
             remote.closed(served.vm.state.id());
@@ -119,7 +119,7 @@ impl Engine {
     }
 
     /// Writes back the far pages of a closed VM, if a process can reach them and the VM is not opened again. Returns
-    /// the regions without far pages, if a process can reach only those; `None` if it can reach others: the copies of
+    /// the regions without far pages if a process can reach only those; `None` if it can reach others: the copies of
     /// their pages are kept, because a process may attach again.
     fn write_back(
         &self,
@@ -181,9 +181,9 @@ impl Engine {
         }
     }
 
-    /// RAM of a process is about to be unplugged. If others have its file, its far pages are written back first. If
-    /// that takes too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages
-    /// are written back when the VM ends, or when all of it is restored.
+    /// Unplugs RAM of a process. If other processes have its file, its far pages are written back first. If that takes
+    /// too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages are
+    /// written back when the VM ends, or when all of it is restored.
     pub(super) fn unplug(&self, served: &Arc<Served>, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
         let held = served.vm.begin_unplug();
         let unplugged = self.unplug_held(served, view, start, number);
@@ -208,19 +208,19 @@ impl Engine {
         Err(self.is_late(served, returned))
     }
 
-    /// Writes far pages of unplugged RAM back to its file, if others have that. Returns false if that takes too long.
+    /// Writes far pages of unplugged RAM back to its file, if other processes have the file. Returns false if that
+    /// takes too long.
     fn returns(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
         if self.others_have(served, &region) { self.go_back(served, region) } else { Ok(true) }
     }
 
-    /// Writes far pages of this RAM back to its file. Returns false if that takes too long.
     fn go_back(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
         let (vm, begun) = (&served.vm, Instant::now());
         let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
         vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
     }
 
-    /// The error if its pages were not written back, with the reason.
+    /// The error that the pages were not written back, with the reason.
     fn is_late(&self, served: &Served, returned: io::Result<bool>) -> io::Error {
         let name = served.vm.state.name();
         let text =
@@ -230,23 +230,22 @@ impl Engine {
         returned.err().unwrap_or_else(late)
     }
 
-    /// A process of the VM is gone. RAM that another process has unplugged, and that this one still had, is no longer a
-    /// part of the VM.
+    /// A process of the VM is gone. RAM that another process has unplugged, and that only this one still had, is no
+    /// longer a part of the VM.
     pub(super) fn remove_view(&self, served: &Arc<Served>, pid: u32) -> anyhow::Result<()> {
         let vm = &served.vm;
         vm.remove_view(pid);
         served.forget_pid(pid);
         if vm.views().is_empty() {
-            // The VM is about to be closed.
             return Ok(());
         }
         let mut removed = Ok(());
         for region in vm.left_unplugged() {
             let (held, number) = (vm.begin_unplug(), region.number);
-            // The process may only seem to be gone, and come back; or another one has the file and may attach.
+            // The process may only seem to be gone, and come back; or another process has the file and may attach.
             let done = match self.reachable(std::slice::from_ref(&region), &[pid], &served.pids()).1 {
                 None => vm.remove_left(number),
-                // It stays a part of the VM; a process with the file finds its bytes there.
+                // The region stays a part of the VM: a process with the file finds its bytes there.
                 Some(_) => match self.go_back(served, region) {
                     Ok(true) => Ok(()),
                     late => Err(self.is_late(served, late)),
@@ -260,10 +259,9 @@ impl Engine {
         Ok(removed?)
     }
 
-    /// Whether any process other than the VM's has the file of a region with far pages.
     fn others_have(&self, served: &Served, region: &Arc<Region>) -> bool {
         let regions = std::slice::from_ref(region);
-        // A lost table has no counts.
+        // A lost table has no counts, so its pages may be far.
         if served.vm.far_in(regions).is_ok_and(|far| far.0 == 0) {
             return false;
         }
@@ -277,15 +275,15 @@ impl Engine {
     /// A process that has a file of these regions, other than this engine and its keeper. A process that cannot be
     /// examined may have one.
     fn holder(&self, regions: &[Arc<Region>], suspects: &[u32], but: &[u32]) -> Option<Process> {
-        // The pid of a keeper that died may be another process's by now.
+        // If the keeper died, its pid may be another process's by now.
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
         let ours = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
         let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
         holder::find(&files, &ours, suspects).unwrap_or(Some(self.me))
     }
 
-    /// The regions whose files a process can reach, and how. `suspects`: processes that had them; `but`: processes that
-    /// do not count.
+    /// The regions whose files a process can reach, and how. `suspects`: processes that had the files; `but`: processes
+    /// that do not count.
     fn reachable(&self, regions: &[Arc<Region>], suspects: &[u32], but: &[u32]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions
             .iter()
@@ -298,7 +296,7 @@ impl Engine {
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
         let others: Vec<_> = others.cloned().collect();
-        // Nearly always no process has any: one check for all.
+        // Nearly always no process has any of them: one check is for all.
         let first = if others.is_empty() { None } else { self.holder(&others, suspects, but) };
         if first.is_none() {
             return (reachable, who);

@@ -1,7 +1,7 @@
-//! Adopted VMs in the API: VMs that run already are adopted, and released.
+//! Adopted VMs in the API: the routes that adopt running VMs and release them.
 //!
-//! Before: `routes` mounts it. After: the engine does it.
-//! Promise: a request to adopt may be repeated: an adopted VM stays as it is.
+//! Before: `routes` mounts it. After: the engine adopts or releases. Promise: a request to adopt may be repeated: an
+//! adopted VM stays as it is.
 
 use axum::extract::{Request, State};
 use axum::http::Uri;

@@ -1,4 +1,4 @@
-//! The API's interface to the engine: shows its VMs, the host and the governor, and changes them.
+//! The API's interface to the engine: reads its VMs, the host and the governor, and changes them.
 //!
 //! Before: the engine implements [`Backend`]. After: the routes and the metrics page call it.
 //! Threads: any; each call runs on a blocking thread.
@@ -12,7 +12,7 @@ use ballast_api::{
 use ballast_policy::{Kind, Plan, Snapshot};
 use tokio::sync::watch;
 
-/// The backend of the API. Calls may block briefly; a panic in one becomes a 500 and nothing else.
+/// The backend of the API. Calls may block briefly; a panic in a call becomes a 500 and has no other effect.
 pub trait Backend: Send + Sync + 'static {
     /// All VMs, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
@@ -24,15 +24,15 @@ pub trait Backend: Send + Sync + 'static {
     fn set_track(&self, name: &str, track: bool) -> Option<VmHeat>;
     /// Changes the operator's settings of a VM, all of them or none. Returns its new state.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
-    /// Makes one change of each of these VMs. Unknown VMs are waited for together.
+    /// Makes one change to each of these VMs. Unknown VMs are waited for together.
     fn patch_vms(&self, names: &[String], patch: &VmPatch) -> Vec<Result<VmStat, ChangeError>> {
         names.iter().map(|name| self.patch_vm(name, patch)).collect()
     }
-    /// Restores all of a VM and keeps it in memory, or ends that. Returns its state now.
+    /// Restores all of a VM and keeps it in memory, or no longer keeps it. Returns the VM's state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
-    /// What is kept of VMs for the next time that they attach.
+    /// The settings that are kept of VMs for the next time that they attach.
     fn kept(&self) -> anyhow::Result<Vec<KeptVm>>;
-    /// Forget what is kept of VMs of this name or UUID. Returns it.
+    /// Forgets the settings that are kept of VMs with this name or UUID. Returns them.
     fn forget(&self, vm: &str) -> anyhow::Result<Vec<KeptVm>>;
     /// The host and Ballast.
     fn host(&self) -> HostStat;
@@ -46,45 +46,45 @@ pub trait Backend: Send + Sync + 'static {
     fn host_history(&self, minutes: u64) -> History;
     /// The last minutes of a VM; `None` if there is no such VM.
     fn vm_history(&self, name: &str, minutes: u64) -> Option<History>;
-    /// Latencies of a VM's faults, for the metrics page.
+    /// Durations of a VM's faults, for the metrics page.
     fn fault_histogram(&self, name: &str) -> Option<Histogram>;
     /// The stages of restores of all VMs, by name.
     fn stage_histograms(&self) -> Vec<(&'static str, Histogram)>;
     /// The input of policies.
     fn snapshot(&self) -> Snapshot;
-    /// The plan that the policy in force, or this one, would make now.
+    /// The plan that the policy in force, or the policy `policy`, would make now.
     fn plan(&self, policy: Option<Kind>) -> anyhow::Result<Plan>;
-    /// Decide in place of the policy for a while. Returns the plan as it was understood.
+    /// Decides in place of the policy for a while. Returns the plan as it was understood.
     fn put_plan(&self, request: PlanRequest) -> anyhow::Result<Plan>;
     /// The state of the governor.
     fn policy(&self) -> PolicyStat;
-    /// Change it. Returns its state after the change.
+    /// Changes the governor. Returns its state after the change.
     fn patch_policy(&self, patch: &PolicyPatch) -> anyhow::Result<PolicyStat>;
     /// The last decisions about a VM, oldest first; `None` if there is no such VM.
     fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>>;
-    /// Adopt VMs that run already. Returns those that were not adopted before.
+    /// Adopts VMs that run already. Returns those that were not adopted before.
     fn adopt(&self, request: &AdoptRequest) -> anyhow::Result<AdoptResult>;
-    /// Releases one, on request once its memory is restored. Returns its state now.
+    /// Releases an adopted VM; if `bring_back`, once all of its memory is restored. Returns the VM's state now.
     fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ChangeError>;
-    /// The state of the last one.
+    /// The state of the last upgrade.
     fn upgrade(&self) -> UpgradeStat;
-    /// Begin one to this program, or to the one that engines are started from. Returns the state.
+    /// Begins an upgrade to this program, or to the program that engines are started from. Returns the upgrade's state.
     fn begin_upgrade(&self, program: Option<String>) -> anyhow::Result<UpgradeStat>;
     /// The pool.
     fn pool(&self) -> PoolStat;
-    /// Reserve memory for it. Returns the pool after the change.
+    /// Reserves memory for the pool. Returns the pool after the change.
     fn reserve_pool(&self, request: &PoolRequest) -> anyhow::Result<PoolStat>;
-    /// Lend some of it, or take it back. Returns the pool after the change.
+    /// Lends some of the pool to the host, or takes it back. Returns the pool after the change.
     fn lend_pool(&self, request: &LendRequest) -> anyhow::Result<PoolStat>;
 }
 
-/// Why a VM was not changed. Caused by the operator.
+/// Why a VM was not changed. The operator's request is the cause.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
     /// No VM has that name.
     #[error("no VM has that name")]
     NotFound,
-    /// The value is impossible; the text says why and lists the possible ones.
+    /// The value is impossible; the text says why and lists the possible values.
     #[error("{0}")]
     Invalid(String),
 }
@@ -103,7 +103,7 @@ pub struct Histogram {
     pub buckets: Vec<(f64, u64)>,
     /// Number of all measurements.
     pub count: u64,
-    /// Their sum in seconds.
+    /// The sum of all measurements in seconds.
     pub sum_s: f64,
 }
 

@@ -1,8 +1,8 @@
-//! The gate of the API: closed while VMs move between engines, so that no client sees only some of them.
+//! The gate of the API: closed while VMs move between engines, because a client would see only some of them.
 //!
-//! Before: another engine will serve, or has failed. After: requests inside were answered; later ones wait in the
-//! listening socket, which every engine has, until one opens its gate.
-//! Threads: any may close and open it; connections are tasks that watch it.
+//! Before: another engine will serve, or has failed to. After: requests inside were answered. Later requests wait in
+//! the listening socket, which every engine has, until an engine opens its gate. Threads: any may close and open the
+//! gate; connections are tasks that watch it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ pub struct Gate {
     inside: Arc<AtomicUsize>,
 }
 
-/// A connection that has this is inside.
+/// A connection that has this is inside the gate.
 #[derive(Debug)]
 pub(super) struct Inside {
     open: watch::Receiver<bool>,
@@ -73,7 +73,7 @@ impl Gate {
 impl Inside {
     pub(super) async fn closed(&mut self) {
         if self.open.wait_for(|open| !*open).await.is_err() {
-            // No one can close it any more.
+            // No thread can close it any more.
             std::future::pending::<()>().await;
         }
     }
@@ -91,7 +91,6 @@ mod tests {
         gate.wait_until_empty(Duration::ZERO);
         assert_eq!(gate.inside.load(Ordering::Acquire), 1, "one is inside");
         drop(inside);
-        // The gate is empty, so the infinite timeout does not matter.
         gate.wait_until_empty(Duration::MAX);
     }
 }

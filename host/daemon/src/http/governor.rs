@@ -1,7 +1,7 @@
 //! The governor's part of the API: snapshot, plan, policy, decisions.
 //!
-//! Before: `routes` mounts it. After: the engine's governor serves it.
-//! Promise: as for the other routes; a plan that breaks a rule is 422 with the rule.
+//! Before: `routes` mounts it. After: the engine's governor answers or obeys. Promise: a plan that breaks a rule gets a
+//! 422 that names the rule.
 
 use axum::extract::{Request, State};
 use ballast_api::{DecisionRecord, PlanRequest, PolicyPatch, PolicyStat};
@@ -41,7 +41,7 @@ async fn plan(State(connection): State<Connection>, request: Request) -> Answer 
     json(&ask(&connection, move |backend| backend.plan(kind)).await?.map_err(invalid)?)
 }
 
-/// `policy=maestro`
+/// The policy in a query such as `policy=maestro`.
 fn kind_of(query: &str) -> Result<Kind, Refusal> {
     let word = query.strip_prefix("policy=").filter(|word| !word.contains('&'));
     let word = word.ok_or_else(|| bad_request(format!("{query:?} is not understood: policy=NAME is")))?;

@@ -2,7 +2,7 @@
 //!
 //! Before: the backend's figures. After: Prometheus reads the metrics of `table`.
 //! Threads: one for each scrape. Units: base units only (bytes, seconds).
-//! Promise: every metric has a help text, also if it has no sample now.
+//! Promise: every metric has a help text, even if it has no sample now.
 
 use std::fmt::{self, Write};
 
@@ -31,7 +31,6 @@ pub(super) fn page(backend: &dyn Backend) -> String {
     page.samples(POOL, &nodes.collect::<Vec<_>>());
     let domain = |name: &String| vec![("domain", name.clone())];
     page.samples(VM, &vms.iter().map(|vm| (domain(&vm.name), vm)).collect::<Vec<_>>());
-    // Without the cells of the strip, which the page does not show.
     let heats = vms.iter().filter_map(|vm| backend.heat(&vm.name, 0)).filter(|heat| heat.cycles > 0);
     let heats: Vec<VmHeat> = heats.filter(|heat| heat.is_tracked).collect();
     page.samples(HEAT, &heats.iter().map(|heat| (domain(&heat.name), heat)).collect::<Vec<_>>());
@@ -60,7 +59,7 @@ impl Page {
         self.put(format_args!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
     }
 
-    /// The samples of each of these, which also get its labels.
+    /// The samples of each metric for each of `all`, which comes with labels for its samples.
     fn samples<T>(&mut self, metrics: &[Metric<Samples<T>>], all: &[(Labels, &T)]) {
         for metric in metrics {
             self.head(metric);
@@ -98,7 +97,6 @@ impl Page {
     }
 
     fn put(&mut self, text: fmt::Arguments<'_>) {
-        // Writing to a String cannot fail.
         let _ = self.0.write_fmt(text);
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Before: the engine implements [`Backend`] over its counters. After: `ballast-api`'s client, curl, Prometheus.
 //! Threads: connections are tasks of the caller's runtime; each backend call runs on a blocking thread, so a call that
-//! waits for a lock delays its own request only. Fault workers never come here.
-//! Promise: no peer, slow or silent, keeps the server from the next one.
+//! waits for a lock delays only its own request. Fault workers never come here.
+//! Promise: no peer, slow or silent, keeps the server from serving the next.
 
 mod adopted;
 mod backend;
@@ -33,15 +33,15 @@ pub use backend::{Backend, ChangeError, Histogram};
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 
-/// Timeouts and limits. The three kinds of peers have separate places, so that readers, or users without access, cannot
-/// keep the operator out.
+/// Timeouts and limits. Owners, readers and users without access have separate places, so that readers, or users
+/// without access, cannot keep the operator out.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
     /// For a complete request head, and between requests.
     head: Duration,
     /// For a complete request body.
     body: Duration,
-    /// For a connection, which then ends at the next response.
+    /// For a connection, which ends with the response after that time.
     connection: Duration,
     /// For the peer to read that last response.
     last_answer: Duration,
@@ -57,19 +57,19 @@ const BOUNDS: Bounds = Bounds {
     places: [64, 32, 4],
 };
 
-/// How long a connection may take for its last response once the gate is closed. A peer that is cut off asks again.
+/// How long a connection may take for its last response once the gate is closed. A peer that is cut repeats its
+/// request.
 pub const GATE_CLOSES_WITHIN: Duration = Duration::from_millis(500);
-/// Within this time, a new connection sends its first request.
+/// Time within which a new connection must send its first request.
 const REQUEST_COMES_WITHIN: Duration = Duration::from_millis(20);
 /// Longest request head: request line and headers.
 const MAX_HEAD_BYTES: usize = 16 * 1024;
-/// Most headers in a request.
 const MAX_HEADERS: usize = 64;
-/// Pause after an accept that failed (no descriptors left).
+/// Pause after an accept that failed for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
-/// Serves the API to the peers that connect to `listener`, while the future is polled. To drop it stops accepting;
-/// their own tasks complete responses. While the gate is closed, no peer is let in.
+/// Serves the API to peers that connect to `listener`, while the future is polled. A dropped future accepts no more
+/// peers; tasks of their own complete the responses. While the gate is closed, no peer is let in.
 pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, gate: Gate) {
     serve_within(listener, backend, allowed, gate, BOUNDS).await;
 }
@@ -110,7 +110,6 @@ async fn serve_within(
                     let service = TowerToHyperService::new(routes::of_connection(router.clone(), state));
                     tokio::spawn(connection(stream, service, bounds, (place, gate.enter())));
                 }
-                // Best effort: a peer that does not read it sees the connection end.
                 Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
             }
         }

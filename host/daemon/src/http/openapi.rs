@@ -2,8 +2,8 @@
 //!
 //! Before: each handler states its parameters, its body and its answers (`utoipa::path`). After: the daemon serves the
 //! document, and clients are made from it.
-//! Promise: it has each route, and each status that an operation can answer; tests walk all routes, and compare the
-//! copy. `UPDATE=1 cargo test -p ballast-daemon --lib document` writes it.
+//! Promise: the document has each route, and each status that an operation can answer. Tests walk all routes, and
+//! compare the copy. `UPDATE=1 cargo test -p ballast-daemon --lib document` writes the copy.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,6 @@ group may read.";
 #[openapi(components(schemas(Problem)))]
 struct Problems;
 
-/// The document to which routes are added.
 pub(super) fn empty() -> Document {
     let mut document = Problems::openapi();
     let info = InfoBuilder::new().title("Ballast").version("1").description(Some(DESCRIPTION));
@@ -37,11 +36,11 @@ pub(super) fn to_json(mut document: Document) -> String {
         let methods = [&mut item.get, &mut item.put, &mut item.patch, &mut item.delete];
         methods.into_iter().flatten().for_each(complete);
     }
-    // Serialising plain data that we made ourselves cannot fail.
     document.to_pretty_json().expect("the document serialises") + "\n"
 }
 
-/// Adds the answers that are not its handler's own: those before the handler, and those of its parameters and its body.
+/// Adds the answers that do not come from the operation's handler: those given before the handler is called, and those
+/// for its parameters and its body.
 fn complete(operation: &mut Operation) {
     let responses = &mut operation.responses.responses;
     let mut add = |status: &str, text: &str| {

@@ -1,9 +1,9 @@
 //! Events and history in the API: events, as a list or a stream, and samples for charts.
 //!
 //! Before: `routes` mounts it. After: JSON, or server-sent events.
-//! Threads: a stream is a task; it asks the backend on a blocking thread when there is something new. Units: in the
+//! Threads: a stream is a task; it asks the backend on a blocking thread when there is a new event. Units: in the
 //! names.
-//! Promise: a stream ends by itself before its connection must, and a peer that comes again with the number of the last
+//! Promise: a stream ends by itself before its connection must, and a peer that returns with the number of the last
 //! event that it read (`Last-Event-ID`, or `after`) misses none of the last 1,000.
 
 use std::collections::VecDeque;
@@ -25,11 +25,11 @@ use super::backend::{Backend, ChangeError};
 use super::openapi::{AfterEvent, Decisions, FewMinutes, Minutes, Name, NoSuchVm};
 use super::request::{Answer, Connection, Named, Refusal, ask, ask_vm, bad_request, json, query_number, query_numbers};
 
-/// A stream's length. A connection has at most a minute.
+/// Duration of a stream. A connection has at most a minute.
 const STREAM: Duration = Duration::from_secs(50);
-/// Time between lines that a peer need not read, to find a peer that has ended.
+/// Time between lines without content, which show whether the peer still exists.
 const ALIVE: Duration = Duration::from_secs(10);
-/// A peer reconnects after this time.
+/// Time after which a peer reconnects.
 const AGAIN: Duration = Duration::from_millis(500);
 /// Most minutes of a history, and the default.
 const MINUTES: (u64, u64) = (24 * 60, 60);
@@ -92,7 +92,6 @@ async fn next(mut follower: Follower) -> Option<(Result<sse::Event, Infallible>,
     loop {
         if let Some(event) = follower.read.pop_front() {
             follower.after = event.id;
-            // Serialising plain data cannot fail.
             let text = serde_json::to_string(&event).expect("an event serialises");
             let said = sse::Event::default().id(event.id.to_string()).retry(AGAIN).data(text);
             return Some((Ok(said), follower));

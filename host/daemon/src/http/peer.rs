@@ -8,15 +8,15 @@ use tokio::net::UnixStream;
 /// The rights of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read and change.
+    /// May read and change.
     Write = 0,
-    /// Read.
+    /// May read.
     Read = 1,
-    /// No rights; each request gets a 403.
+    /// Has no rights: each request gets a 403.
     Denied = 2,
 }
 
-/// The rights of users and groups. Root always has all.
+/// The rights of users and groups. Root always has all rights.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerPolicy {
     /// This user, the daemon's own, may read and change.

@@ -1,7 +1,7 @@
-//! The pool's part of the API: what is reserved, and changes to that.
+//! The pool's part of the API: the reserved memory, and changes of it.
 //!
-//! Before: `routes` mounts it. After: the engine's pool does it.
-//! Promise: a request may be repeated: it says how much there should be, not how much more.
+//! Before: `routes` mounts it. After: the engine's pool reserves or lends. Promise: a request may be repeated, because
+//! it names the total that there should be, not an increase.
 
 use axum::extract::{Request, State};
 use ballast_api::{LendRequest, PoolRequest, PoolStat};

@@ -22,7 +22,7 @@ use tokio::sync::Semaphore;
 use super::backend::{Backend, ChangeError};
 use super::peer::Access;
 
-/// Sent to a connection for which there is no place.
+/// The answer to a connection for which there is no place.
 pub(super) const BUSY_ANSWER: &str = concat!(
     "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nconnection: close\r\n",
     "retry-after: 1\r\ncontent-length: 125\r\n\r\n",
@@ -36,7 +36,7 @@ pub(super) struct Connection {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) access: Access,
     pub(super) body_time: Duration,
-    /// One permit: readers are answered one at a time.
+    /// One permit: readers' requests are answered one at a time.
     pub(super) readers: Arc<Semaphore>,
 }
 
@@ -45,7 +45,6 @@ pub(super) struct Refusal(pub(super) Problem);
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // Serialising a struct of strings cannot fail.
         let body = serde_json::to_vec(&self.0).expect("a problem serialises");
         (status, [(header::CONTENT_TYPE, Problem::MEDIA_TYPE)], body).into_response()
     }
@@ -70,7 +69,7 @@ pub(super) async fn ask<T: Send + 'static>(
     })
 }
 
-/// Asks about the VM with the name in the path, or changes it.
+/// Calls the backend for the VM with the name in the path.
 pub(super) async fn ask_vm<T: Serialize + Send + 'static>(
     connection: &Connection,
     Named(name): Named,
@@ -120,7 +119,7 @@ pub(super) async fn read<T: DeserializeOwned>(
     what: &str,
 ) -> Result<T, Refusal> {
     let body = read_body(request.into_body(), connection.body_time).await?;
-    // serde would also accept an array, as the fields in order.
+    // serde would also accept an array as an object, with the fields in order.
     if body.trim_ascii_start().first() != Some(&b'{') {
         return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
     }
@@ -147,12 +146,10 @@ fn is_too_long(error: &(dyn Error + 'static)) -> bool {
     error.is::<LengthLimitError>() || error.source().is_some_and(is_too_long)
 }
 
-/// The number in a query, or the default.
 pub(super) fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
     query_numbers(uri, [key]).map(|[number]| number.unwrap_or(default))
 }
 
-/// The numbers in a query, by key.
 pub(super) fn query_numbers<const N: usize>(uri: &Uri, keys: [&str; N]) -> Result<[Option<u64>; N], Refusal> {
     let mut numbers = [None; N];
     for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {

@@ -1,6 +1,6 @@
 //! The routes of API version 1.
 //!
-//! Before: `mod` accepted a connection and decided what its peer may do. After: JSON, metrics text or a problem.
+//! Before: `mod` accepted a connection and decided its peer's rights. After: JSON, metrics text or a problem.
 //! Threads: any of the runtime; the backend is called on blocking threads.
 //! Promise: each refusal is a problem document that says what was wrong.
 
@@ -23,7 +23,6 @@ use super::request::{
 };
 use super::{adopted, governor, metrics, openapi, past, pool, upgrade};
 
-/// All routes, with their document.
 pub(super) fn routes() -> OpenApiRouter<Connection> {
     OpenApiRouter::with_openapi(openapi::empty())
         .routes(routes!(vms, limit_vms))
@@ -46,7 +45,7 @@ pub(super) fn document_json() -> String {
     openapi::to_json(routes().into_openapi())
 }
 
-/// The routes, made once; each connection has its own state.
+/// The routes, made only once; each connection has its own state.
 pub(super) fn router() -> Router<Connection> {
     Router::from(routes()).fallback(not_found).method_not_allowed_fallback(wrong_method)
 }

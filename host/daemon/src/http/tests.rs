@@ -1,4 +1,4 @@
-//! The server on a real socket, with a canned backend: its responses, and what it survives.
+//! The server on a real socket, with a canned backend: its responses, and the misuse that it survives.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -27,7 +27,6 @@ mod walk;
 struct Canned {
     vms: Mutex<Vec<VmStat>>,
     events: Arc<Events>,
-    /// Each change is refused.
     refuses: bool,
 }
 
@@ -54,7 +53,6 @@ impl Canned {
         if self.refuses { anyhow::bail!("refused") } else { Ok(T::default()) }
     }
 
-    /// Changes a VM, unless that is refused.
     fn change(&self, name: &str, change: impl FnOnce(&mut VmStat)) -> Result<VmStat, ChangeError> {
         let mut vms = self.vms.lock().expect("lock");
         let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(ChangeError::NotFound)?;
@@ -189,10 +187,9 @@ fn usual() -> Server {
     start(Canned::new(false), BOUNDS)
 }
 
-/// Sends bytes, closes that direction, and reads until the server ends the connection.
+/// Sends bytes, shuts that direction down, and reads until the server ends the connection.
 fn raw(socket: &Path, bytes: &[u8]) -> Vec<u8> {
     let mut stream = Stream::connect(socket).expect("connect");
-    // The server may refuse and close before it has read everything.
     let _ = stream.write_all(bytes);
     let _ = stream.shutdown(std::net::Shutdown::Write);
     let mut answer = Vec::new();
@@ -301,7 +298,7 @@ fn a_panic_in_the_backend_is_a_500_and_the_next_request_is_answered() {
     assert!(client.vm("web").is_ok());
 }
 
-/// The status of an answer to a peer with this access. Root is always admitted, so `peer` tests the policy.
+/// The status of an answer to a peer with these rights. Root always has all rights, so `peer` tests the policy.
 fn status_for(access: Access, request: Vec<u8>) -> u16 {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
     runtime.block_on(async {
@@ -351,7 +348,7 @@ fn slow_and_silent_peers_are_cut_and_free_their_places() {
         b"",
         b"GET /v1/vms HTTP/1.1\r\nho",
         b"PATCH /v1/vms/web HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
-        // Sends a request, does not read the answer, and stays: ended between requests.
+        // Sends a request, does not read the answer, and stays: cut between requests.
         b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
     ];
     let mut peers: Vec<Stream> = beginnings
@@ -362,7 +359,7 @@ fn slow_and_silent_peers_are_cut_and_free_their_places() {
             stream
         })
         .collect();
-    // All places are taken, so one more is refused, unless a place was freed in between: both are correct.
+    // All places are taken, so one more connection is refused, unless a place was freed in between: both are correct.
     let (status, _) = status_and_problem(&raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nhost: x\r\n\r\n"));
     assert!(matches!(status, 503 | 200), "{status}");
     for (peer, beginning) in peers.iter_mut().zip(beginnings) {
@@ -443,7 +440,6 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     }
 }
 
-/// Names and kinds.
 fn all_metrics() -> Vec<(&'static str, Kind)> {
     fn of<S>(table: &[Metric<S>]) -> Vec<(&'static str, Kind)> {
         table.iter().map(|metric| (metric.name, metric.kind)).collect()
@@ -486,7 +482,6 @@ fn one_limit_for_several_vms_needs_its_limit_and_returns_the_result_for_each() {
     assert_eq!(names(Some(vec!["nobody".into()])), [("nobody".into(), false)]);
 }
 
-/// Reads from the stream until it contains this text.
 fn read_until(stream: &mut Stream, wanted: &str) -> String {
     let (mut text, mut piece) = (String::new(), [0; 4096]);
     while !text.contains(wanted) {
@@ -559,7 +554,6 @@ fn a_vm_with_all_metrics_has_at_most_90_series() {
         sum_ns: 0,
         max_ns: 0,
     });
-    // The infinite bucket, the sum and the count have no bound.
     let series = of_vm + of_heat + faults.buckets.len() + 3;
     println!("series_per_vm {series}: {of_vm} of figures, {of_heat} of heat, {} buckets", faults.buckets.len());
     assert!(series <= 90, "{series}");

@@ -1,7 +1,7 @@
 //! The upgrade's part of the API: begin one, and read its state.
 //!
-//! Before: `routes` mounts it. After: the engine passes it on to its keeper.
-//! Promise: a request that is repeated during that upgrade begins no second one.
+//! Before: `routes` mounts it. After: the engine passes the request on to its keeper. Promise: a request that is
+//! repeated during the upgrade begins no second one.
 
 use axum::extract::{Request, State};
 use ballast_api::{UpgradeRequest, UpgradeStat};

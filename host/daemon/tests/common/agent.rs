@@ -19,7 +19,6 @@ use ballast_sys::lock::Lock;
 use super::raw::Ram;
 use super::{Daemon, until};
 
-/// 64 MiB.
 pub const PAGES: u64 = 16 << 10;
 /// The guest's page number of the second half of its memory.
 pub const HIGH: u64 = GIB / PAGE_SIZE as u64;
@@ -29,7 +28,6 @@ pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     PORT.locked()
 }
 
-/// The port of a VM: a listening socket in a folder of its own.
 pub struct Port {
     listener: UnixListener,
     pub dir: tempfile::TempDir,
@@ -48,7 +46,7 @@ impl Port {
     }
 }
 
-/// A VM of this process with marked pages, whose guest sees it in two pieces.
+/// A VM of this process with marked pages, whose guest sees its memory in two pieces.
 pub fn attach(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> Client {
     ram.mark();
     let client = ram.vm(daemon, name).agent_port(port.for_client()).attach().expect("attach");
@@ -56,12 +54,12 @@ pub fn attach(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> Client {
     let low = GuestRange { address: 0, offset: Bytes(0), len: half };
     let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
     client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
-    // The keeper has replied; the engine may still be opening the VM.
+    // The keeper has replied, but the engine may still be opening the VM.
     daemon.vm(name);
     client
 }
 
-/// Like `attach`, with an agent that has proved its places in guest memory.
+/// Like [`attach`], with an agent that has proved its places in guest memory.
 pub fn proved(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> (Client, Fake) {
     let client = attach(daemon, port, ram, name);
     let mut fake = Fake::accept(port);
@@ -70,7 +68,6 @@ pub fn proved(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> (Client, F
     (client, fake)
 }
 
-/// The guest's number of a page.
 pub fn seen(page: u64) -> u64 {
     if page < PAGES / 2 { page } else { HIGH + (page - PAGES / 2) }
 }
@@ -79,7 +76,6 @@ pub fn run(page: u64, count: u32, level: u8) -> Run {
     Run { page, count, kind: Kind::Anon, level }
 }
 
-/// A fake agent.
 pub struct Fake {
     pub stream: UnixStream,
     frames: Frames,
@@ -89,20 +85,18 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// The engine connects, and sends a hello.
+    /// Accepts the engine's connection; the engine sends a hello.
     pub fn accept(port: &Port) -> Self {
         let (stream, _) = port.listener.accept().expect("the engine connects");
         Self::of(stream)
     }
 
-    /// The engine has the other end, and sends a hello.
     pub fn of(stream: UnixStream) -> Self {
         let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
         fake.next_session();
         fake
     }
 
-    /// Reads the hello of the next session.
     pub fn next_session(&mut self) {
         let old = self.session;
         while self.session == old {
@@ -112,7 +106,7 @@ impl Fake {
         }
     }
 
-    /// An honest beginning: its hello, and the proof of its pages.
+    /// An honest beginning: the agent's hello, and the proof of its pages.
     pub fn begin(&mut self, ram: &Ram) {
         self.say(&ToHost::Hello { agent: "9.9".into(), kernel: "6.12-fake".into() });
         self.tick();
@@ -149,7 +143,6 @@ impl Fake {
         self.say(&ToHost::Report { number: self.reports, last: true, runs });
     }
 
-    /// The next frame; `None` when the engine has hung up, or after the stream's timeout.
     pub fn hear_frame(&mut self) -> Option<ballast_messages::Frame> {
         let mut buffer = [0; 4096];
         loop {
@@ -182,7 +175,6 @@ impl Fake {
     }
 }
 
-/// Writes the nonce over a mark: the page is no longer marked.
 pub fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
     let words = ram.map.words(page as usize * PAGE_SIZE, NONCE / 8);
     for (word, bytes) in words.iter().zip(nonce.as_chunks().0) {
@@ -190,10 +182,8 @@ pub fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
     }
 }
 
-/// The pages with a nonce.
 pub const NONCES: [u64; 2] = [PAGES / 2 - 1, PAGES - 1];
 
-/// Checks that all pages but those with a nonce are marked.
 pub fn all_is_there(ram: &Ram) {
     let wrong = (0..PAGES).filter(|page| !NONCES.contains(page) && !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes");

@@ -12,33 +12,29 @@ use super::{Daemon, soak, until};
 pub struct Guest {
     name: String,
     child: Option<Child>,
-    /// The test makes its process hang.
     waits_for_itself: bool,
 }
 
-/// The end of a test VM's run.
 pub struct Ended {
-    /// Its JSON line.
     pub outcome: serde_json::Value,
 }
 
 impl Guest {
-    /// Starts one and waits until the daemon knows it; `args` are `ballast-testvm`'s.
+    /// Starts a guest and waits until the daemon knows it; `args` are `ballast-testvm`'s.
     pub fn start(daemon: &Daemon, name: &str, args: &str) -> Self {
         Self::start_with(daemon, name, args, &[])
     }
 
-    /// With these environment variables.
     pub fn start_with(daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
         Self::start_beside(Path::new(env!("CARGO_BIN_EXE_ballastd")), daemon, name, args, variables)
     }
 
-    /// With these environment variables, from the build of this `ballastd`.
+    /// As [`Self::start_with`], with the `ballast-testvm` beside this `ballastd`.
     pub fn start_beside(ballastd: &Path, daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
         Self::start_at(ballastd, (&daemon.api, &daemon.attach_socket()), name, args, variables)
     }
 
-    /// At the daemon with this API and this attach socket.
+    /// As [`Self::start_beside`], at the daemon with this API and this attach socket.
     pub fn start_at(
         ballastd: &Path,
         (api, attach_socket): (&Client, &Path),
@@ -65,7 +61,6 @@ impl Guest {
         guest
     }
 
-    /// Writes a line to its standard input.
     pub fn tell(&mut self, line: &str) {
         let stdin = self.child.as_mut().and_then(|child| child.stdin.as_mut()).expect("running, and listening");
         stdin.write_all(line.as_bytes()).expect("tell the test VM");
@@ -75,7 +70,7 @@ impl Guest {
         self.child.as_ref().expect("running").id()
     }
 
-    /// Ends the operations, waits for the last verification, and checks that no byte was wrong.
+    /// Ends the guest's operations, waits for the last verification, and checks that no byte was wrong.
     pub fn finish(mut self) -> Ended {
         let mut child = self.child.take().expect("running");
         drop(child.stdin.take().map(|mut stdin| stdin.write_all(b"stop\n")));
@@ -104,7 +99,6 @@ impl Drop for Guest {
     }
 }
 
-/// Waits until pages of this VM are evicted and restored.
 pub fn moves(api: &Client, name: &str) {
     let vm = || api.vm(name).expect("the VM");
     let before = vm();

@@ -24,16 +24,15 @@ pub use ballast_testkit::missing;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-/// A short quarantine, so that pages move all the time and each event meets every state.
+/// A short quarantine, so that pages move all the time and events meet every state.
 pub const QUICK: &str = "quarantine_ms = 5\n";
 /// A guest with half-compressible data and busy threads: hot pages stay, others are evicted and restored.
 pub const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
 
-/// Shared by each thread that starts a process. A thread that has it exclusively knows that no child has a copy of its
-/// descriptors, as each child has between fork and exec.
+/// Shared by each thread that starts a process. A thread that holds it exclusively knows that no child has a copy of
+/// its descriptors, as each child has between fork and exec.
 pub static FORKS: RwLock<()> = RwLock::new(());
 
-/// Shares [`FORKS`], to start a process.
 pub fn may_fork() -> RwLockReadGuard<'static, ()> {
     FORKS.read().unwrap_or_else(PoisonError::into_inner)
 }
@@ -53,17 +52,17 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one with this configuration (TOML, without `runtime_dir`).
+    /// Starts a daemon with this configuration (TOML, without `runtime_dir`).
     pub fn start(config: &str) -> Self {
         Self::start_within(config, None)
     }
 
-    /// Like `start`; `None`, with a message, without userfaultfd.
+    /// Like [`Self::start`]; `None`, with a message, without userfaultfd.
     pub fn with_uffd(config: &str) -> Option<Self> {
         (!raw::no_uffd()).then(|| Self::start(config))
     }
 
-    /// Starts one with at most this number of descriptors.
+    /// Like [`Self::start`], with at most this number of descriptors.
     pub fn start_within(config: &str, descriptors: Option<u32>) -> Self {
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         std::fs::write(dir.path().join("ballastd.toml"), config).expect("write the configuration");
@@ -75,7 +74,6 @@ impl Daemon {
         daemon
     }
 
-    /// The directory of sockets and logs.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
@@ -88,7 +86,7 @@ impl Daemon {
         self.api.host().expect("ask the daemon")
     }
 
-    /// The daemon's figures of a VM. Waits, because a new engine may not have opened it yet.
+    /// The daemon's figures of a VM. Waits for the VM, because a new engine may not have opened it yet.
     pub fn vm(&self, name: &str) -> VmStat {
         let start = Instant::now();
         loop {
@@ -100,31 +98,26 @@ impl Daemon {
         }
     }
 
-    /// The `ballast` program, which asks this daemon.
     pub fn ballast(&self) -> Command {
         let mut command = Command::new(built("ballast"));
         command.arg("--socket").arg(self.dir().join("api.sock"));
         command
     }
 
-    /// Kills the engine. Returns its pid.
     pub fn kill_engine(&self) -> u32 {
         let pid = self.engine_pid().expect("an engine runs");
         kill(pid);
         pid
     }
 
-    /// Waits until another engine than `old` answers.
     pub fn wait_for_engine_after(&self, old: u32) {
         until("another engine answers", || self.api.host().is_ok_and(|host| host.engine_pid != old));
     }
 
-    /// Kills the engine, and waits until its successor answers.
     pub fn replace_engine(&self) {
         self.wait_for_engine_after(self.kill_engine());
     }
 
-    /// Kills the keeper. Its engine continues to serve.
     pub fn kill_keeper(&mut self) {
         soak::killed();
         self.keeper.kill().expect("kill the keeper");
@@ -135,7 +128,6 @@ impl Daemon {
         until("the keeper dies", || self.keeper.try_wait().expect("reap the keeper").is_some());
     }
 
-    /// Stops or continues the keeper, by this signal.
     pub fn signal_keeper(&self, signal: Signal) {
         signal_process(self.keeper.id(), signal);
     }
@@ -144,11 +136,10 @@ impl Daemon {
         self.keeper.id()
     }
 
-    /// The engines: living children of the keeper.
     pub fn engines(&self) -> Vec<u32> {
         let keeper = self.keeper_pid();
         let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
-        // A killed one may still exist, while the kernel keeps one of its threads.
+        // A killed engine may still exist, while the kernel keeps one of its threads.
         children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(|pid| is_running(*pid)).collect()
     }
 
@@ -156,18 +147,17 @@ impl Daemon {
         self.engines().first().copied()
     }
 
-    /// Starts a keeper again after [`Daemon::kill_keeper`].
     pub fn restart_keeper(&mut self) {
         self.keeper = spawn_keeper(self.dir.path(), None);
     }
 
-    /// Kills the keeper, and with `with_engine` its engine, and starts a keeper again. Returns when its engine answers.
+    /// Kills the keeper, if `with_engine` also its engine, and starts a keeper again. Returns when its engine answers.
     pub fn kill_and_restart_keeper(&mut self, with_engine: bool) {
         let engine = self.engine_pid().expect("an engine");
         self.kill_and_restart_keeper_of(engine, with_engine);
     }
 
-    /// Like `kill_and_restart_keeper`, for this engine.
+    /// Like [`Self::kill_and_restart_keeper`], when `engine` is the keeper's engine.
     pub fn kill_and_restart_keeper_of(&mut self, engine: u32, with_engine: bool) {
         self.kill_keeper();
         if with_engine {
@@ -177,7 +167,7 @@ impl Daemon {
         self.wait_for_engine_after(engine);
     }
 
-    /// Kills the engine alone; the keeper alone, whose engine is ended by the next keeper; or both. Returns when the
+    /// By round, kills the engine alone, the keeper alone (the next keeper ends its engine), or both. Returns when the
     /// next engine answers.
     pub fn kill_any(&mut self, round: u32) {
         match round % 3 {
@@ -186,13 +176,11 @@ impl Daemon {
         }
     }
 
-    /// Restarts keeper and engine with this configuration.
     pub fn restart_with(&mut self, config: &str) {
         std::fs::write(self.dir().join("ballastd.toml"), config).expect("write the configuration");
         self.kill_and_restart_keeper(true);
     }
 
-    /// Waits until pages of this VM go to its file store and are restored.
     pub fn goes_to_file_and_back(&self, name: &str) {
         let mut first = None;
         until("pages go to the file and come back", || {
@@ -203,19 +191,16 @@ impl Daemon {
         });
     }
 
-    /// The events of this kind; none while no engine answers.
     pub fn events(&self, kind: &str) -> Vec<Event> {
         let mut events = self.api.events().unwrap_or_default();
         events.retain(|event| event.kind == kind);
         events
     }
 
-    /// Whether there was an event of this kind about this VM.
     pub fn has_event_of(&self, vm: &str, kind: &str) -> bool {
         self.events(kind).iter().any(|event| event.vm.as_deref() == Some(vm))
     }
 
-    /// Waits until pages of this VM were evicted and restored.
     pub fn evicts(&self, name: &str) {
         until("pages go out and come back", || {
             let vm = self.vm(name);
@@ -223,7 +208,6 @@ impl Daemon {
         });
     }
 
-    /// The log of keeper and engines.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("log")).unwrap_or_default()
     }
@@ -234,8 +218,8 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("keeper and engines wrote:\n{}\nVMs: {:#?}", self.log(), self.api.vms());
         }
-        // Waits for the end of all of them, because memory of their VMs, huge pages for instance, would be missing in
-        // the next test.
+        // Waits for the end of all engines, because their VMs' memory, huge pages for instance, would be missing in the
+        // next test.
         let named = |pid: u32| pidfd_open(Pid::from_raw(pid as i32)?, PidfdFlags::empty()).ok();
         let engines: Vec<_> = self.engines().into_iter().filter_map(named).collect();
         let _ = self.keeper.kill();
@@ -250,7 +234,6 @@ impl Drop for Daemon {
 fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("open the log");
     let limit = descriptors.map_or(String::new(), |most| format!("ulimit -n {most}; "));
-    // Logs the stages of an upgrade, for tests that wait for them.
     let told = std::env::var("BALLAST_LOG").unwrap_or_else(|_| "info,ballast_keeper=debug".into());
     let _forks = may_fork();
     // The shell becomes the keeper, and is this process's child.
@@ -268,27 +251,24 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
         .expect("start ballastd")
 }
 
-/// Sets the most descriptors of a process. Returns whether it did.
+/// Sets the most descriptors of a process. Returns whether that was possible.
 pub fn limit_descriptors(pid: u32, most: &str) -> bool {
     let _forks = may_fork();
     let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
     set.expect("prlimit").status.success()
 }
 
-/// The program or library of this name, beside `ballastd`.
 pub fn built(name: &str) -> PathBuf {
     let file = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name(name);
     assert!(file.is_file(), "{} is not built: run `cargo build --workspace` first", file.display());
     file
 }
 
-/// Whether there is this process, other than a zombie.
 pub fn is_running(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// Sends SIGKILL.
 pub fn kill(pid: u32) {
     soak::killed();
     signal_process(pid, Signal::KILL);
@@ -312,13 +292,12 @@ pub fn stop_process(pid: u32) {
     });
 }
 
-/// The result of a thread. Panics if it panicked, or does not end.
+/// The result of a thread. Panics if the thread panicked, or does not end.
 pub fn joined<T>(what: &str, thread: JoinHandle<T>) -> T {
     until(what, || thread.is_finished());
     thread.join().expect("no panic")
 }
 
-/// The settings of a RAM store of this size, from which pages move to a file in `dir`.
 pub fn spilling(store_budget: &str, dir: &Path) -> String {
     let dir = dir.display();
     format!("{QUICK}store_budget = \"{store_budget}\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
@@ -330,7 +309,7 @@ pub fn no_disk() -> bool {
     missing("disk", made.err().map(|error| error.to_string()))
 }
 
-/// Waits until a condition is true. Panics after five minutes.
+/// Panics after five minutes.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {

@@ -6,7 +6,7 @@ use ballast_testvm::park::HOLDER;
 use super::guest::Guest;
 use super::{Daemon, missing, until};
 
-/// A file server; `None`, with a message, where there is none.
+/// A file server; `None`, with a message, if there can be none.
 pub fn fuse() -> Option<Fuse> {
     let served = Fuse::serve();
     let refused = served.as_ref().err().map(|error| format!("no FUSE server: {error}"));
@@ -20,7 +20,7 @@ pub fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str, args: &str) -> Guest {
     Guest::start(daemon, name, &format!("{args} --park-on {}", file.display()))
 }
 
-/// Parks it, as the `nth` guest on this server.
+/// Parks a guest, as the `nth` on this server.
 pub fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
     let held = fuse.hold_on();
     guest.tell("read\n");
@@ -31,7 +31,6 @@ pub fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
     held
 }
 
-/// Whether a thread of this name sleeps in this kernel function.
 pub fn sleeps_in(pid: u32, name: &str, function: &str) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     let read = |task: &std::fs::DirEntry, what| std::fs::read_to_string(task.path().join(what)).unwrap_or_default();

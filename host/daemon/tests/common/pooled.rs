@@ -1,7 +1,6 @@
 //! A daemon with a pool. The host's huge pages are restored at the end.
 //!
-//! Before: a test wants memory of the pool. After: there is some, zeroed.
-//! Threads: one such daemon at a time.
+//! Before: a test wants memory of the pool. After: there is some, zeroed. Threads: one such daemon at a time.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -22,16 +21,15 @@ pub struct Pooled {
     pub daemon: Option<Daemon>,
     pub dir: PathBuf,
     pub host: Host,
-    /// Huge pages that each node had.
     before: Vec<(u32, u64)>,
     _one: MutexGuard<'static, ()>,
 }
 
-/// One at a time: they share the kernel's number of huge pages.
+/// One test at a time: they share the kernel's number of huge pages.
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Pooled {
-    /// A zeroed pool of this size in files of 16 MiB; `None`, with a message, where there can be none.
+    /// A zeroed pool of this size in files of 16 MiB; `None`, with a message, if there can be none.
     pub fn start(config: &str, mib: u64) -> Option<Self> {
         Self::of(config, mib, PoolPages::Huge)
     }
@@ -86,19 +84,17 @@ impl Pooled {
         }
     }
 
-    /// Waits until all of it is zeroed and free.
     pub fn settled(&self, mib: u64) {
         until("all of the pool is ready", || {
             self.stat().nodes.iter().map(|node| node.ready_bytes).sum::<u64>() == mib * MIB
         });
     }
 
-    /// Huge pages of the host beyond those it had.
+    /// Huge pages of the host beyond those before the test.
     pub fn pages(&self) -> u64 {
         self.before.iter().map(|(node, before)| self.host.pages(*node).expect("pages").total - before).sum()
     }
 
-    /// The directory of the part with these pages.
     pub fn part(&self) -> PathBuf {
         let pool = self.dir.join("pool");
         match self.host.page() {
@@ -112,13 +108,11 @@ impl Pooled {
     }
 }
 
-/// Maps memory of the pool, piece after piece.
 pub fn mapped(pieces: &[RamExtent]) -> Mapping {
     let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
     Mapping::shared_pieces(&places).expect("map")
 }
 
-/// Kills a VM, and waits until it has ended.
 pub fn end(vm: &mut Child) {
     vm.kill().expect("kill");
     vm.wait().expect("reap");

@@ -1,4 +1,4 @@
-//! A client that sends exactly what a test wants: the attach protocol by hand.
+//! A client that speaks the attach protocol by hand, message by message.
 
 use std::fs::File;
 use std::mem::ManuallyDrop;
@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{Daemon, missing};
 
-/// No test needs to wait that long; a daemon that hangs fails it.
+/// Longer than any test needs to wait: a daemon that hangs fails the test.
 const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 /// Whether userfaultfd is missing; prints the reason.
@@ -30,12 +30,11 @@ pub fn userfaultfd() -> Uffd {
     Uffd::create(REQUIRED_FEATURES).expect("userfaultfd").0
 }
 
-/// Guest RAM in a file, mapped in this process.
 pub struct Ram {
     pub fd: OwnedFd,
     pub map: ManuallyDrop<Mapping>,
-    /// The client library has it, and zaps pages at these addresses as long as this process lives, whatever is mapped
-    /// there.
+    /// Whether the client library has it: then the library zaps pages at these addresses as long as this process lives,
+    /// whatever is mapped there.
     is_announced: AtomicBool,
 }
 
@@ -54,7 +53,6 @@ impl Ram {
         Self::of(fd)
     }
 
-    /// The RAM in this file.
     pub fn of(fd: OwnedFd) -> Self {
         let len = memfd::size(&fd).expect("stat").0;
         let map = Mapping::shared(&fd, 0, len as usize).expect("map");
@@ -71,7 +69,7 @@ impl Ram {
         *self.is_announced.get_mut() = false;
     }
 
-    /// The client of this process is about to have it.
+    /// Notes that the client library of this process is about to have it.
     pub fn announce(&self) {
         self.is_announced.store(true, Ordering::Relaxed);
     }
@@ -93,20 +91,19 @@ impl Ram {
         self.word(page).load(Ordering::Relaxed)
     }
 
-    /// Writes a different word into each page.
     pub fn mark(&self) {
         for page in 0..self.map.len() as u64 / PAGE_SIZE as u64 {
             self.word(page).store(mark(page), Ordering::Relaxed);
         }
     }
 
-    /// Whether the page has the word of [`Ram::mark`]. This touches it.
+    /// Whether the page has the word of [`Ram::mark`]. Touches the page.
     pub fn is_marked(&self, page: u64) -> bool {
         self.word(page).load(Ordering::Relaxed) == mark(page)
     }
 
     /// The number of these pages that are memory errors; all others must have the word of [`Ram::mark`]. A system call
-    /// reads them.
+    /// reads the pages.
     pub fn lost(&self, pages: impl Iterator<Item = u64>) -> u64 {
         let sink = File::from(memfd::create("sink", Bytes(0)).expect("memfd"));
         let mut lost = 0;
@@ -123,12 +120,10 @@ impl Ram {
         lost
     }
 
-    /// A VM of this RAM, in this process, with the client library.
     pub fn vm(&self, daemon: &Daemon, name: &str) -> Builder {
         self.join(ballast_client::Client::builder().name(name).socket(daemon.attach_socket()))
     }
 
-    /// Adds this region to a VM.
     pub fn join(&self, vm: Builder) -> Builder {
         self.announce();
         let Span { hva, len } = self.info().span;
@@ -140,7 +135,6 @@ fn mark(page: u64) -> u64 {
     page * 7919 + 1
 }
 
-/// The files with this name that a process has open, in the order of their descriptors.
 pub fn files(pid: u32, name: &str) -> Vec<String> {
     let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .expect("descriptors")
@@ -159,14 +153,13 @@ pub fn open(path: &str) -> File {
     File::options().read(true).write(true).open(path).expect("open the file again")
 }
 
-/// A VMM, real or fake.
 pub struct RawClient {
     path: PathBuf,
     name: String,
     pub uffds: Vec<Uffd>,
     control: (OwnedFd, OwnedFd),
     socket: Option<OwnedFd>,
-    /// After an attach: the VM, its state file and its arena.
+    /// After an attach: the VM, the counts of its store files, and descriptors of its state file and its stores.
     pub escrow: Option<(VmId, Vec<StoreFiles>, Vec<OwnedFd>)>,
 }
 
@@ -177,7 +170,7 @@ impl RawClient {
         Self { path: path.to_owned(), name: name.to_owned(), uffds, control, socket: None, escrow: None }
     }
 
-    /// The message that attaches with this RAM, one file per region; resumes if it was attached.
+    /// The message that attaches with this RAM, one file per region; it resumes if the client was attached before.
     pub fn message(&self, regions: Vec<RegionInfo>) -> Attach {
         let files = regions.len();
         let numbered = regions.into_iter().zip(0..).map(|(mut region, file)| {
@@ -200,7 +193,6 @@ impl RawClient {
         }
     }
 
-    /// The descriptors of [`Self::message`].
     pub fn descriptors<'a>(&'a self, ram: &[&'a Ram]) -> Vec<BorrowedFd<'a>> {
         let mut fds: Vec<_> = self.uffds.iter().map(AsFd::as_fd).chain([self.control.1.as_fd()]).collect();
         fds.extend(ram.iter().map(|ram| ram.fd.as_fd()));
@@ -208,12 +200,12 @@ impl RawClient {
         fds
     }
 
-    /// Attaches or resumes with this RAM. Returns the keeper's answer; `None` if nothing listens or it hung up.
+    /// Attaches or resumes with this RAM. Returns the keeper's answer; `None` if nothing listens or the keeper hung up.
     pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
         loop {
             let socket = self.ask_to_attach(ram)?;
             let answer = self.hear_of_attach(socket);
-            // A VM that returns is told to repeat its request until the keeper's engine serves.
+            // A returning VM is told to repeat its request until the keeper's engine serves.
             if self.escrow.is_none() || !matches!(answer, Some(KeeperToClient::Later(_))) {
                 return answer;
             }
@@ -221,12 +213,12 @@ impl RawClient {
         }
     }
 
-    /// The request of `attach`.
+    /// Sends the request of [`Self::attach`].
     pub fn ask_to_attach(&self, ram: &[&Ram]) -> Option<OwnedFd> {
         self.ask_to_attach_at(ram.iter().map(|ram| ram.info()).collect(), ram)
     }
 
-    /// A request with these descriptions of the RAM.
+    /// Sends a request with these descriptions of the RAM.
     pub fn ask_to_attach_at(&self, regions: Vec<RegionInfo>, ram: &[&Ram]) -> Option<OwnedFd> {
         let socket = connect(&self.path)?;
         let message = self.message(regions);
@@ -235,7 +227,6 @@ impl RawClient {
         Some(socket)
     }
 
-    /// The answer of `attach`.
     pub fn hear_of_attach(&mut self, socket: OwnedFd) -> Option<KeeperToClient> {
         let (answer, fds) = hear(&socket)?;
         if let KeeperToClient::Attached { vm, stores, .. } = &answer {
@@ -245,14 +236,12 @@ impl RawClient {
         Some(answer)
     }
 
-    /// Sends a request and waits for the answer.
     pub fn ask(&self, message: &ClientToKeeper, fds: &[BorrowedFd<'_>]) -> Option<KeeperToClient> {
         let socket = self.socket.as_ref().expect("attached");
         scm::send(socket, &wire::encode(message), fds).ok()?;
         self.hear()
     }
 
-    /// Sends a request without waiting for the answer.
     pub fn send(&self, message: &ClientToKeeper) {
         scm::send(self.socket.as_ref().expect("attached"), &wire::encode(message), &[]).expect("send");
     }
@@ -261,7 +250,7 @@ impl RawClient {
         hear(self.socket.as_ref().expect("attached")).map(|(answer, _)| answer)
     }
 
-    /// Hangs up. Escrow for a resume stays.
+    /// Hangs up. The escrow stays, for a resume.
     pub fn hang_up(&mut self) {
         self.socket = None;
     }
@@ -274,7 +263,6 @@ pub fn connect(path: &Path) -> Option<OwnedFd> {
     Some(socket)
 }
 
-/// The next answer; `None` at the end.
 pub fn hear(socket: &OwnedFd) -> Option<(KeeperToClient, Vec<OwnedFd>)> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     let ready = poll(&mut fds, Some(&TIMEOUT)).expect("poll");

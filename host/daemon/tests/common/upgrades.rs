@@ -6,7 +6,6 @@ use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
 
 use super::{Daemon, until};
 
-/// Number of upgrades in a test: `BALLAST_UPGRADES`, or 6.
 pub fn count() -> u32 {
     std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(6)
 }
@@ -15,7 +14,7 @@ pub fn this_build() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
 }
 
-/// The `ballastd` of another build (`BALLAST_NEXT`), if there is one, else of this.
+/// The `ballastd` of another build (`BALLAST_NEXT`); without one, of this build.
 pub fn next_build() -> PathBuf {
     std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from)
 }
@@ -28,7 +27,6 @@ pub fn begin(daemon: &Daemon, program: &Path) -> UpgradeStat {
     daemon.api.begin_upgrade(&request(program)).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()))
 }
 
-/// Waits for the end of the upgrade, successful or not.
 pub fn ended(daemon: &Daemon) -> UpgradeStat {
     let mut last = UpgradeStat::default();
     until("the upgrade ends", || {

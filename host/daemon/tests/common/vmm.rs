@@ -7,7 +7,6 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use super::{Daemon, built, missing, until};
 
-/// The program, and its directory.
 pub struct Program {
     dir: tempfile::TempDir,
 }
@@ -34,12 +33,12 @@ impl Program {
         vmm
     }
 
-    /// Starts it with these words; with a daemon, attached.
+    /// Starts it with these arguments; with a daemon, attached.
     pub fn launch(&self, attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
         self.launch_behind(&[], attached, words)
     }
 
-    /// Starts it by another program, which has these words.
+    /// Starts it through another program, which has the words `before`.
     pub fn launch_behind(&self, before: &[&str], attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
         let vmm = self.dir.path().join("vmm");
         let mut command = match before.split_first() {
@@ -70,7 +69,6 @@ impl Program {
     }
 }
 
-/// A running VMM; killed on drop.
 pub struct Vmm {
     pub child: Child,
     input: ChildStdin,
@@ -82,7 +80,6 @@ impl Vmm {
         self.input.write_all(format!("{line}\n").as_bytes()).expect("it listens");
     }
 
-    /// The next line of its output.
     pub fn hear(&mut self) -> String {
         match self.lines.next() {
             Some(line) => line.expect("text"),
@@ -93,13 +90,11 @@ impl Vmm {
         }
     }
 
-    /// Sends a command, and waits for the answer.
     pub fn ask(&mut self, line: &str) -> String {
         self.say(line);
         self.hear()
     }
 
-    /// Kills it. Returns its standard error.
     pub fn kill(mut self) -> String {
         self.child.kill().expect("kill the VMM");
         self.child.wait().expect("reap the VMM");

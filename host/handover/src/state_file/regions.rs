@@ -1,10 +1,10 @@
 //! The regions in a state file: how they are added and end, and where their words are.
 //!
 //! Before: the keeper makes room for a region that a client brings. After: each engine maps its table of words
-//! (`table`), and recovery reads which of them were ever written.
+//! (`table`), and recovery reads which of its words were ever written.
 //! Threads: the keeper adds, one region at a time; any may read, in any process. Units: bytes from the start of the
 //! file; pages of the region.
-//! Promise: a region's number never changes, and its record only at its end. Its table is zeros when it is added.
+//! Promise: a region's number never changes, and its record changes only when it ends. A new table is zeros.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,7 +56,7 @@ impl StateFile {
         let lists_offset = table_offset + table_len(extents.pages());
         let lists = records::lists(files, extents);
         let end = lists_offset + lists.len() as u64;
-        // Words of a region that was not added completely must not become words of this one.
+        // Words of a region that was added only in part must not become words of this one.
         rustix::fs::ftruncate(&self.fd, table_offset).map_err(io::Error::from)?;
         rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
         records::write_lists(&self.fd, lists_offset, &lists)?;
@@ -124,7 +124,7 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// Frees the memory of a region's words: all are Resident, age 0, from now on. Nobody may use them during this
+    /// Frees the memory of a region's words: from now on all are Resident, age 0. No thread may use them during this
     /// call.
     ///
     /// # Errors
@@ -133,7 +133,8 @@ impl StateFile {
         memfd::punch(&self.fd, record.words_at(), record.table_end() - record.words_at())
     }
 
-    /// Whether all its regions were unplugged or given up, and some given up. Then no process can be served any more.
+    /// Whether each region was unplugged or given up, and at least one given up. Then no process can be served any
+    /// more.
     pub fn is_given_up(&self) -> bool {
         let regions = self.regions();
         regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)

@@ -14,7 +14,6 @@ fn planned_for(line: &str, backing: Backing) -> Result<Plan, String> {
     inspect(&words, backing, &|path| path.starts_with("/dev/shm")).map_err(|why| why.to_string())
 }
 
-/// The command line after the edits.
 fn added(line: &str) -> String {
     let mut words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
     for edit in planned(line, true).unwrap_or_else(|reason| panic!("{line}: {reason}")).edits {
@@ -138,7 +137,7 @@ fn backends_that_cannot_be_managed_are_named_with_the_reason() {
     );
     assert!(planned("-m 1G -mem-path /dev/shm", true).expect_err("private").contains("Leave it out"));
     assert!(planned("-m 1G -numa node,mem=512M -numa node,mem=512M", true).expect_err("legacy").contains("memdev=n0"));
-    // A last option without its value is for QEMU to complain about.
+    // QEMU itself complains about a last option without its value.
     assert_eq!(planned("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
     assert!(planned("-m lots", true).expect_err("size").contains("\"lots\""));
 }
@@ -188,7 +187,7 @@ fn a_backend_of_private_memory_becomes_a_shared_memfd_with_all_else_as_it_was() 
     let places: Vec<_> =
         places.iter().map(|edit| matches!(edit, Edit::Replace(at, _) if [1, 3, 5].contains(at))).collect();
     assert_eq!(places, [true; 3]);
-    // What is to be shared must be asked for.
+    // Shared memory is made only on request.
     assert!(planned(&line, false).is_err());
 }
 

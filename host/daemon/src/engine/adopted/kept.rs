@@ -17,7 +17,6 @@ pub const FILE: &str = "adopted.json";
 #[serde(default)]
 pub struct Kept {
     pub vms: Vec<KeptVm>,
-    /// Processes that an operator released: `all` does not adopt them again.
     pub released: Vec<KeptProcess>,
 }
 

@@ -1,7 +1,7 @@
 //! Adopted VMs: VMs that were started without Ballast, whose pages the kernel moves and whose limits are set here.
 //!
-//! Before: an operator names a running VMM, or the settings say all. After: the VM is in every list beside those that
-//! attached, until its process ends or an operator releases it.
+//! Before: an operator names a running VMM, or the settings name all. After: the VM is in every list beside attached
+//! VMs, until its process ends or an operator releases it.
 //! Threads: any; `worker` holds VMs to their limits. Units: bytes.
 //! Promise: nothing of a VMM or its cgroup is changed, so an engine that dies leaves nothing behind. The next one
 //! continues from the file ([`kept`]).
@@ -32,7 +32,7 @@ use crate::events::Events;
 use kept::{Kept, KeptProcess, KeptVm};
 use vm::{AdoptedVm, Terms};
 
-/// Time to restore a page until swap was measured, in microseconds: as with zram.
+/// Time to restore a page, in microseconds, until swap was measured: as with zram.
 const USUAL_RESTORE_US: f64 = 8.0;
 
 #[derive(Debug)]
@@ -41,14 +41,13 @@ pub struct AdoptedVms {
     all: bool,
     list: Mutex<Vec<Arc<AdoptedVm>>>,
     released: Mutex<Vec<KeptProcess>>,
-    /// The file was read, and no other engine writes it.
+    /// Whether the file was read, and no other engine writes it.
     works: AtomicBool,
     wake: OwnedFd,
     restore_us: OnceLock<f64>,
     events: Arc<Events>,
 }
 
-/// Processes and names of VMs that attached.
 #[derive(Clone, Debug, Default)]
 pub struct Taken {
     pub pids: HashSet<u32>,
@@ -56,7 +55,7 @@ pub struct Taken {
 }
 
 impl AdoptedVms {
-    /// Without VMs: [`AdoptedVms::resume`] reads the file in this directory. Fails without a descriptor.
+    /// No VM yet: [`AdoptedVms::resume`] reads the file in this directory. Fails without a descriptor.
     pub fn new(runtime_dir: &Path, all: bool, events: Arc<Events>) -> std::io::Result<Self> {
         Ok(Self {
             file: runtime_dir.join(kept::FILE),
@@ -74,7 +73,7 @@ impl AdoptedVms {
         self.list.locked().clone()
     }
 
-    /// The host's swap now. It is not read if there are no VMs.
+    /// The host's swap now; not read if there are no VMs.
     pub fn swap(&self) -> Swap {
         let has_none = self.list.locked().is_empty();
         if has_none { Swap::default() } else { Swap::now() }
@@ -84,7 +83,7 @@ impl AdoptedVms {
         self.all().into_iter().find(|vm| vm.name() == name)
     }
 
-    /// Time to restore one page from swap, in microseconds: measured once there are VMs.
+    /// Time to restore one page from swap, in microseconds. Measured at the first call.
     pub fn restore_us(&self) -> f64 {
         *self.restore_us.get_or_init(|| swap::speed().map_or(USUAL_RESTORE_US, |speed| speed.in_us))
     }
@@ -114,7 +113,7 @@ impl AdoptedVms {
         self.notify();
     }
 
-    /// Stops, because another engine may begin: VMs keep what they have.
+    /// Stops, because another engine may begin: VMs keep their limits and settings.
     pub fn rest(&self) {
         self.works.store(false, Ordering::Release);
     }
@@ -123,13 +122,11 @@ impl AdoptedVms {
         self.works.load(Ordering::Acquire)
     }
 
-    /// Wakes the worker, because terms have changed.
     pub fn notify(&self) {
-        // A full counter wakes it, too.
+        // If the counter is full, the worker is awake.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Writes all VMs to the file, for the next engine.
     pub fn keep(&self) {
         let vms = self.all();
         let kept_vm = |vm: &Arc<AdoptedVm>| {
@@ -167,7 +164,7 @@ impl AdoptedVms {
                 name.to_owned()
             }
             (None, Some(own)) if check_name(&own).is_ok() && !is_taken(&own) => own,
-            // Pids are unique, so the list has no VM of that name, unless an operator chose it.
+            // Pids are unique, so no other VM has this name, unless an operator chose it.
             (None, _) => format!("vm-{pid}"),
         };
         let adopted = Arc::new(AdoptedVm::new(vm, Terms { name: name.clone(), ..Terms::default() }));
@@ -181,7 +178,7 @@ impl AdoptedVms {
         Ok(adopted)
     }
 
-    /// Adopts all VMMs that are neither adopted nor attached. `unasked`: except those that an operator released.
+    /// Adopts all VMMs that are neither adopted nor attached. If `unasked`, leaves out those that an operator released.
     pub fn adopt_all(&self, taken: &Taken, unasked: bool) -> (Vec<Arc<AdoptedVm>>, Vec<AdoptRefusal>) {
         let known: HashSet<u32> = self.all().iter().map(|vm| vm.vm.process.pid).collect();
         let released = self.released.locked().clone();
@@ -199,7 +196,6 @@ impl AdoptedVms {
         result
     }
 
-    /// Pids of VMMs with this name on their command line.
     pub fn named(name: &str) -> Vec<u32> {
         let is_it = |pid: &u32| look(*pid).is_ok_and(|found| found.vmm.name.as_deref() == Some(name));
         found::all().into_iter().filter(is_it).collect()
@@ -225,7 +221,8 @@ impl AdoptedVms {
         self.events.add(Some(name), kind, text);
     }
 
-    /// Gives a VM the limit of a plan. Returns whether that changed anything; `None` if it is no adopted VM.
+    /// Gives a VM the limit of a plan. Returns whether the limit changed; `None` if no adopted VM has the decision's
+    /// id.
     pub fn apply(&self, decision: &Decision) -> Option<bool> {
         let vm = self.all().into_iter().find(|vm| vm.id == decision.id)?;
         let after = match decision.action {
@@ -241,14 +238,13 @@ impl AdoptedVms {
         Some(changes)
     }
 
-    /// Removes the limits of all plans. Returns the number of VMs that had one.
     pub fn free_all(&self) -> usize {
         let vms = self.all();
         let had = vms.iter().filter(|vm| vm.terms().target.is_some());
         had.map(|vm| vm.change(|terms| terms.target = None)).count()
     }
 
-    /// Why these limits cannot be kept, if one of them could need more swap than there is, with the figures.
+    /// Why this limit cannot be kept beside the others: they could need more swap than there is.
     pub fn refusal(&self, changed: &AdoptedVm, limit: Option<Bytes>) -> Option<String> {
         let size = changed.vm.size();
         let limit = limit.filter(|limit| limit.0 < size)?;

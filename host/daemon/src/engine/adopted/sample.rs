@@ -1,6 +1,6 @@
-//! An adopted VM as policies see it: like any other.
+//! An adopted VM as policies see it: as any other VM.
 //!
-//! Before: the governor samples all VMs. After: its part of the snapshot, except rates.
+//! Before: the governor samples all VMs. After: the snapshot has the VM, except rates.
 //! Threads: the governor's, or an API thread. Units: bytes.
 
 use ballast_adopt::swap::Swap;
@@ -11,7 +11,7 @@ use ballast_policy::{Class, Settings, VmSample};
 use super::vm::AdoptedVm;
 use crate::engine::governor::rates::Sums;
 
-/// A sample without rates, and the sums for these; `None` if its VMM has ended.
+/// A sample without rates, and the sums for the rates; `None` if the VMM has ended.
 pub fn of(vm: &AdoptedVm, restore_us: f64, swap: &Swap) -> Option<(VmSample, Sums)> {
     let figures = vm.figures(restore_us).ok()?;
     let (terms, memory) = (vm.terms(), figures.memory);

@@ -1,10 +1,11 @@
-//! How long an adopted VM waits for its memory, and its refaults as policies see them.
+//! How long an adopted VM waits for its memory, and its refaults in the form that policies read.
 //!
 //! The kernel reports how long threads waited only for a VM in a cgroup of its own. For other VMs it reports the number
-//! of pages that they waited for; the time per page was measured on this host's swap. It reports no refault intervals:
-//! all far memory counts as wanted once some is restored (Little's law then gives the mean interval).
+//! of pages for which threads waited; the time per page was measured on this host's swap. It reports no refault
+//! intervals: once some pages are restored, all far memory counts as wanted (Little's law then gives the mean
+//! interval).
 //!
-//! Before: sums of the kernel. After: the stall in the form of PSI, and the sums that policies read.
+//! Before: sums from the kernel. After: the stall in the form of PSI, and the sums that policies read.
 //! Threads: any, under the VM's lock. Units: in the names.
 //! Promise: sums only grow.
 
@@ -23,7 +24,6 @@ pub struct Waits {
     refault_milli_hz: f64,
 }
 
-/// Sums of refaults, as policies read them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Refaults {
     pub page_ms: u64,
@@ -37,7 +37,7 @@ impl Waits {
         Self { at: now, total_us, averages: Averages::default(), restored: 0, refault_page_ms, refault_milli_hz }
     }
 
-    /// Adds what changed: these are the sums now, and this number of pages is far.
+    /// Adds the changes since the last call. `total_us` and `restored` are sums, and `far_pages` are far now.
     pub fn add(&mut self, total_us: u64, restored: u64, far_pages: u64, now: Instant) {
         let elapsed = now.saturating_duration_since(self.at);
         let seconds = elapsed.as_secs_f64();
@@ -48,7 +48,6 @@ impl Waits {
         self.averages.add(share * 100.0, elapsed);
         let came = restored.saturating_sub(self.restored) as f64;
         if came > 0.0 {
-            // At least the restored pages were far.
             let far = (far_pages as f64).max(came);
             self.refault_page_ms += far * seconds * 1e3;
             self.refault_milli_hz += came * came / (far * seconds) * 1e3;

@@ -1,9 +1,9 @@
-//! An adopted VM of this engine: its terms (limits and settings), and the work that holds it to them.
+//! An adopted VM of this engine: its terms (limits and settings), and the work that holds it to the terms.
 //!
-//! Before: an operator adopted it, or the settings say all. After: [`AdoptedVm::work`] is called when it is due.
+//! Before: an operator adopted it, or the settings adopt all. After: [`AdoptedVm::work`] is called when it is due.
 //! Threads: API threads and the governor change terms; the worker of adopted VMs works. Units: bytes.
-//! Promise: its memory is never below the terms by more than a step. The reason why nothing can be reclaimed is in its
-//! status, and is an event when it begins and when it ends.
+//! Promise: its memory is never below the terms by more than a step. If nothing can be reclaimed, the reason is in its
+//! status, and there is an event when that begins and when it ends.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -21,9 +21,9 @@ use ballast_sys::process::Process;
 use super::stall::{Refaults, Waits};
 use crate::events::Events;
 
-/// Most memory reclaimed by one write to `memory.reclaim`: the other VMs wait until it returns.
+/// Most memory reclaimed by one write to `memory.reclaim`: other VMs wait until the write returns.
 const STEP: u64 = 8 * MIB;
-/// Reclaim goes to 1/MARGIN below the limit, and at least to LEAST_MARGIN below it.
+/// Reclaim goes to 1/MARGIN below the limit, or to LEAST_MARGIN below it if that is more.
 const MARGIN: u64 = 64;
 const LEAST_MARGIN: u64 = MIB;
 /// Time between two checks of a VM below its limit: SHORTEST after it was above, doubled up to LONGEST, and on to IDLE
@@ -31,16 +31,14 @@ const LEAST_MARGIN: u64 = MIB;
 const SHORTEST: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(250);
 const IDLE: Duration = Duration::from_millis(500);
-/// Between two checks, resident memory of an idle VM differs by less than this.
+/// Between two checks, resident memory of an idle VM changes by less than this.
 const FEW: u64 = MIB / 4;
 /// Idle VMs are checked together, at the next multiple of this, so that the worker wakes up once for all of them.
 const TOGETHER: Duration = Duration::from_secs(1);
-/// Time before a failed step is repeated.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Steps in a row without progress until that is reported.
+/// Steps in a row without progress after which that is reported.
 const IDLE_STEPS: u32 = 4;
 
-/// The limits and settings by operators and policies.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Terms {
     pub name: String,
@@ -59,9 +57,8 @@ impl Terms {
 #[derive(Debug)]
 pub struct AdoptedVm {
     pub vm: Adopted,
-    /// Unique; never used again.
     pub id: String,
-    /// An operator wants it released once all of its memory is in DRAM.
+    /// Whether it is released once all of its memory is in DRAM.
     pub leaves: AtomicBool,
     since: Instant,
     terms: Mutex<Terms>,
@@ -73,12 +70,11 @@ pub struct AdoptedVm {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Pace {
-    /// Counts the changes of terms: results under other terms do not count.
+    /// Counts the changes of terms: results under earlier terms do not count.
     changes: u64,
     pause: Duration,
     due: Option<Instant>,
     idle_steps: u32,
-    /// Resident memory at the last check below the limit.
     resident: u64,
 }
 
@@ -98,7 +94,6 @@ fn identity(Process { pid, start }: Process) -> String {
     format!("{boot:0>16}{:016x}", (start << 22) | u64::from(pid))
 }
 
-/// Time from `then` until the next common check of idle VMs.
 fn until_all_look(then: Instant) -> Duration {
     static BEGUN: OnceLock<Instant> = OnceLock::new();
     let since = then.saturating_duration_since(*BEGUN.get_or_init(|| then));
@@ -128,14 +123,13 @@ impl AdoptedVm {
         self.terms.locked().name.clone()
     }
 
-    /// Changes its terms. The caller wakes the worker.
     pub fn change(&self, change: impl FnOnce(&mut Terms)) {
         change(&mut self.terms.locked());
         let pace = &mut *self.pace.locked();
         *pace = Pace { changes: pace.changes + 1, ..Pace::default() };
     }
 
-    /// Why nothing of it can be reclaimed, if so.
+    /// Why none of its memory can be reclaimed now, if that is so.
     pub fn blocked(&self) -> Option<String> {
         if self.leaves.load(Ordering::Acquire) {
             return Some("all of its memory comes back, then it is released".into());
@@ -143,7 +137,7 @@ impl AdoptedVm {
         self.blocked.locked().clone()
     }
 
-    /// Current figures; an error if its VMM has ended. `restore_us`: time to restore one page.
+    /// Current figures; an error if the VMM has ended. `restore_us`: time to restore one page.
     pub fn figures(&self, restore_us: f64) -> std::io::Result<Figures> {
         let memory = self.vm.memory()?;
         let restored_pages = self.vm.restored_pages();
@@ -161,9 +155,9 @@ impl AdoptedVm {
         has_limit.then(|| self.pace.locked().due.unwrap_or(self.since))
     }
 
-    /// Holds it to its limit, by at most one step.
+    /// Reclaims from the VM if it is above its limit, at most one step.
     pub fn work(&self, swap: &Swap, events: &Events) {
-        // A copy, because the kernel may take long for a step, and a change of the terms must not wait for it.
+        // A copy, because the kernel may take long for a step, and a change of the terms must not wait for the step.
         let mut pace = *self.pace.locked();
         let Some(limit) = self.terms.locked().effective_limit() else { return };
         let begun = clock::cpu_time();
@@ -186,7 +180,7 @@ impl AdoptedVm {
                 AGAIN
             }
             Err(error) => {
-                // It may have mapped its RAM anew. If it has ended, its pidfd says so.
+                // The VMM may have mapped its RAM anew. If it has ended, its pidfd reports that.
                 if !self.vm.has_ended() {
                     let why = self.vm.look_again().err().map_or_else(|| error.to_string(), |why| why.to_string());
                     self.say(self.vm.pinned().or(Some(why)), events);
@@ -204,7 +198,6 @@ impl AdoptedVm {
         self.work_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// CPU time of the engine's work for it, in microseconds.
     pub fn work_us(&self) -> u64 {
         self.work_us.load(Ordering::Relaxed)
     }
@@ -250,10 +243,9 @@ impl AdoptedVm {
 }
 
 enum Outcome {
-    /// It is below its limit, with this much resident.
+    /// It is below its limit, with this many bytes resident.
     Below(u64),
     Went,
-    /// Nothing was reclaimed this time.
     Again,
     Blocked(String),
 }

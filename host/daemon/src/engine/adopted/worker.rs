@@ -1,4 +1,4 @@
-//! The worker of adopted VMs: holds each to its limit, and sees VMMs start and end.
+//! The worker of adopted VMs: holds each to its limit, and notices VMMs that start and end.
 //!
 //! Before: the engine began. After: it ends with the engine.
 //! Threads: this one, and one for each VM whose memory is being restored.
@@ -20,14 +20,11 @@ use super::vm::AdoptedVm;
 use super::{AdoptedVms, Taken};
 use crate::engine::host::Host;
 
-/// Time between searches for new VMMs.
 const FINDS_EVERY: Duration = Duration::from_secs(2);
-/// Time between reads of the state of swap.
 const SWAP_EVERY: Duration = Duration::from_millis(100);
 /// Time between checks whether an adopted VM has attached, or its name was taken.
 const CHECKS_EVERY: Duration = Duration::from_secs(5);
 
-/// Starts the worker; fails without a thread.
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     std::thread::Builder::new().name("adopted".into()).spawn(move || {
         let mut worker = Worker {
@@ -38,7 +35,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
             refused: HashSet::new(),
         };
         // The kernel has no fault of an adopted VM wait for reclaim. At the guests' own priority, on a host whose CPUs
-        // are all busy, VMs read their pages back as fast as they go out.
+        // are all busy, VMs would read their pages back as fast as they go out.
         run_first();
         loop {
             worker.turn();
@@ -56,7 +53,6 @@ pub fn taken(host: &Host) -> Taken {
     taken
 }
 
-/// Releases a VM once all of its memory is restored.
 pub fn bring_back(host: Arc<Host>, vm: Arc<AdoptedVm>) -> std::io::Result<()> {
     vm.leaves.store(true, Ordering::Release);
     vm.change(|terms| (terms.limit, terms.target) = (None, None));
@@ -77,7 +73,7 @@ struct Worker {
     looks: Instant,
     checks: Instant,
     swap: (Swap, Option<Instant>),
-    /// VMMs for which the reason of their refusal was reported.
+    /// VMMs that were refused, and for which that was reported.
     refused: HashSet<u32>,
 }
 
@@ -146,7 +142,7 @@ impl Worker {
         }
     }
 
-    /// A VM is either attached or adopted, and names are unique.
+    /// Releases VMs that have attached, and gives another name to those whose name an attached VM has.
     fn check(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) {
         let taken = taken(&self.host);
         for vm in vms {

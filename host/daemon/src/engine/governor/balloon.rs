@@ -2,15 +2,15 @@
 //!
 //! Before: a plan was applied. After: each agent was told how much of which node to hold ([`balloon`]).
 //! Threads: the governor's.
-//! Promise: nodes that an operator named are left to the operator; without a policy, nothing is requested; an agent
-//! that is silent, or lies about its pages, gets a request for nothing.
+//! Promise: nodes that an operator named are left to the operator; without a policy, agents are asked to hold nothing;
+//! so is an agent that is silent, or that lies about its pages.
 
 use ballast_base::PAGE_SIZE;
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::guest::told;
 use ballast_policy::balloon::{GuestNode, balloon};
 
-/// Asks the agent; for nothing, if no policy decides.
+/// Tells the agent how much to hold; nothing if no policy decides.
 pub fn ask(vm: &Vm, is_active: bool) {
     let agent = vm.agent();
     if !is_active {

@@ -1,16 +1,16 @@
-//! Memory on demand, of a pool that has promised more than it has. When little is left for touches, the pool's memory
+//! Memory on demand from a pool that has promised more than it has. When little is left for touches, the pool's memory
 //! is divided among the VMs on demand, by the policy and the settings that divide the host's memory among all VMs.
 //!
-//! Each node that has promised more is divided separately, among the VMs with all of their memory on demand there,
-//! because a page for a touch must be of one node, but a limit makes a VM give up pages of any. So a VM of several
-//! nodes gets no limit for the pool, and each of its nodes keeps everything that it was promised there.
+//! Each node that has promised too much is divided separately, among the VMs that have all of their memory on demand
+//! there: a page for a touch must be of one node, but a limit makes a VM give up pages of any node. So a VM of several
+//! nodes gets no limit for the pool, and each of its nodes keeps all memory that it was promised there.
 //!
 //! Before: a plan for the host, or none. After: the plan has the lower of both limits for these VMs, and the reclaim
 //! workers make room.
 //! Threads: the governor's; [`far`](super::far) asks for [`sizes`]. Units: bytes.
 //! Promise: an operator's limit and reservation hold. While at least twice the reserve for touches is left, no VM is
-//! limited for the pool. No VM gets less than a quarter of an equal part of what is not reserved, however much others
-//! touch; and all VMs can have their minimum at once.
+//! limited for the pool. However much other VMs touch, no VM gets less than a quarter of an equal part of the memory
+//! that is not reserved, and all VMs can have their minimum at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -27,27 +27,22 @@ use crate::engine::host::Host;
 use crate::engine::pool::demand::Promised;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// The policy, if the operator chose none.
 const DEFAULT: Kind = Kind::Maestro;
 /// A VM has at least 1/LEAST of an equal part of the divided memory.
 const LEAST: u64 = 4;
 
-/// The governor's state of each node, by its number on the host.
 #[derive(Debug, Default)]
 pub(super) struct Divisions(BTreeMap<u32, Division>);
 
 #[derive(Debug, Default)]
 struct Division {
     state: State,
-    /// The VMs that are limited for the pool; empty while none need be.
     limited: BTreeSet<String>,
     divides: bool,
 }
 
-/// A VM on demand, in addition to its sample.
 struct Part {
     touched_bytes: u64,
-    /// Its other memory.
     elsewhere_bytes: u64,
     /// Faults for pages that were not far.
     first_touches: u64,
@@ -55,9 +50,8 @@ struct Part {
 
 #[derive(Default)]
 struct Parts {
-    /// VMs of this node alone, by id.
     alone: BTreeMap<String, Part>,
-    /// Memory of this node that VMs of several nodes were promised and have not touched.
+    /// Memory of this node that was promised to VMs of several nodes and that they have not touched.
     untouched_bytes: u64,
 }
 
@@ -82,12 +76,11 @@ impl Divisions {
         self.0.values().any(|division| division.divides)
     }
 
-    /// Whether this VM is limited for the pool.
     pub fn limits(&self, id: &str) -> bool {
         self.0.values().any(|division| division.divides && division.limited.contains(id))
     }
 
-    /// Adds the limits for the pool to this plan. Returns messages for operators where a division begins or ends.
+    /// Adds the limits for the pool to this plan. Returns messages for operators when a division begins or ends.
     pub fn add(&mut self, plan: &mut Plan, snapshot: &Snapshot, host: &Host, setup: &Setup) -> Vec<String> {
         let mut over = host.pool.demand.overcommitted();
         for numa in over.keys() {
@@ -141,11 +134,10 @@ impl Division {
         })
     }
 
-    /// The plan for the pool's memory.
     fn divide(&mut self, parts: &Parts, snapshot: &Snapshot, over: Overcommitted, setup: &Setup) -> Option<Plan> {
         let with = |vm: &VmSample| {
             let part = parts.alone.get(&vm.id)?;
-            // A page that was never touched is wanted like a far page.
+            // A page that was never touched is wanted as a far page is.
             Some(VmSample { restores: vm.restores + part.first_touches, ..vm.clone() })
         };
         let vms: Vec<VmSample> = snapshot.vms.iter().filter_map(with).collect();
@@ -171,12 +163,11 @@ impl Division {
         guarded(&Setup { policy, ..*setup }, &Snapshot { host, vms, ..*snapshot }, &mut self.state)
     }
 
-    /// Gives the VM the lower of both limits.
     fn merge(&mut self, plan: &mut Plan, mut ours: Decision, over: Overcommitted, policy: &str) {
         let Some(theirs) = plan.decisions.iter_mut().find(|decision| decision.id == ours.id) else { return };
         let Some(limit) = ours.limit_bytes.filter(|_| ours.action == Action::Limit) else {
             if ours.action == Action::Leave && theirs.action == Action::Free {
-                // The VM is held, perhaps because of its first limit: that stays.
+                // The VM is held, perhaps because of its first limit, so it keeps its limit.
                 *theirs = ours;
             }
             return;
@@ -190,13 +181,12 @@ impl Division {
         *theirs = ours;
     }
 
-    /// No VM is limited for the pool any more: a VM without a decision in the plan must not keep its limit.
+    /// Ends all limits for the pool: a VM without a decision in the plan must not keep its limit.
     fn release(&mut self, plan: &mut Plan, snapshot: &Snapshot) {
         let limited = std::mem::take(&mut self.limited);
         let all = snapshot.vms.iter().zip(&mut plan.decisions);
         for (vm, decision) in all.filter(|(vm, _)| limited.contains(&vm.id)) {
             match (decision.action, &vm.held) {
-                // It keeps its limit while it is held.
                 (Action::Leave, Some(_)) => drop(self.limited.insert(vm.id.clone())),
                 (Action::Leave, None) => decision.action = Action::Free,
                 _ => {}
@@ -205,7 +195,6 @@ impl Division {
     }
 }
 
-/// Bytes that a VM has on demand, by node.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Ours(BTreeMap<u32, u64>);
 
@@ -219,7 +208,7 @@ impl Ours {
     }
 }
 
-/// All VMs, with what each has on demand: at most as much of a file of the pool as was promised in it.
+/// All VMs, each with its bytes on demand: of each file of the pool, at most the bytes that were promised in it.
 pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, Ours)> {
     let mut left = promised.clone();
     let ours = |served: Arc<Served>| {
@@ -297,7 +286,7 @@ mod tests {
         }
     }
 
-    /// The minimum of each VM, and the limits, for these VMs and what they have touched.
+    /// The minimum of each VM, and the limits, for VMs whose resident memory is what they have touched.
     fn limits(vms: Vec<VmSample>, over: Overcommitted) -> (u64, Vec<Option<u64>>) {
         limits_beside(vms, over, 0)
     }
@@ -350,7 +339,7 @@ mod tests {
         let file = |ino| FileId { dev: 1, ino };
         let mut left = Promised::from([(file(1), (0, Bytes(8 * MIB))), (file(2), (1, Bytes(4 * MIB)))]);
         let ours = |node, mib| Ours(BTreeMap::from([(node, mib * MIB)]));
-        // A file made longer by its VMM, and a file of the VMM's own.
+        // A file that its VMM made longer, and a file of the VMM's own.
         let places = [(file(1), 0, 6 * MIB), (file(9), 0, GIB), (file(1), 6 * MIB, 100 * MIB)];
         assert_eq!(claim(&mut left, places.into_iter()), ours(0, 8));
         let again = claim(&mut left, [(file(1), 0, 8 * MIB)].into_iter());
@@ -384,7 +373,7 @@ mod tests {
         assert_eq!(now(&plan), [ours, (Action::Limit, Some(MIB)), ours, (Action::Leave, None), ours]);
         let why = plan.decisions[0].reasons[0].to_string();
         assert!(why.contains("has 1 GiB for VMs on demand, which were promised 2 GiB, and 24 MiB are left"), "{why}");
-        // A program that does not mention a VM leaves it its limit for the pool, which is no higher.
+        // A program's plan that leaves a VM out leaves it its limit for the pool, which is no higher.
         let mut last = Plan { decisions: ids.map(|id| decision(id, Action::Leave, None)).to_vec(), ..Plan::default() };
         let mut vms = ids.map(|id| vm(id, 0)).to_vec();
         vms[0].held = Some("for a moment".into());

@@ -1,11 +1,11 @@
-//! How much of their promised memory VMs on demand can have far: all of them at once, and those of each node.
+//! How much of their promised memory VMs on demand can have far: all VMs together, and those of each node.
 //!
-//! Before: the pool is asked for memory on demand, or an operator changes a VM that has some. After: the pool promises
-//! no more than it has and what can be far.
+//! Before: the pool gets a request for memory on demand, or an operator changes a VM that has some. After: the pool
+//! promises no more than the memory that it has plus the memory that can be far.
 //! Threads: the pool's, without its lock; those of the API, which change settings. Both hold the governor's lock, so
 //! that a promise and a simultaneous change see each other. Units: bytes.
-//! Promise: pages count as incompressible, and stores only with the space that other VMs and the host leave. What
-//! others put into a store later is not foreseen.
+//! Promise: pages count as incompressible, and of the stores only the space counts that other VMs and the host leave.
+//! It is not foreseen that others fill a store later.
 
 use std::collections::BTreeMap;
 
@@ -26,16 +26,15 @@ const KEEPS: u64 = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
-    /// How much of its memory on demand can be there; 0 without such memory, or if the store refuses pages now.
+    /// How much of its memory on demand can be in the store; 0 without such memory, or if the store refuses pages now.
     can_go: u64,
-    /// What its store occupies.
     stored: u64,
-    /// Its other memory, which may be what is stored.
+    /// Its other memory, which may be the part that is stored.
     elsewhere: u64,
 }
 
-/// What VMs on demand can have in a kind of store: what they have there, plus what is free, less what the budget
-/// reserves for each of the other VMs (`part`), but at most `free` more.
+/// How much VMs on demand can have in a kind of store: the bytes that they have there, plus the free bytes less those
+/// that the budget reserves for each of the other VMs (`part`), but at most `free` more.
 fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     let (ours, others): (Vec<Use>, Vec<Use>) = vms.iter().partition(|vm| vm.can_go > 0);
     let has: u64 = ours.iter().map(|vm| vm.stored.saturating_sub(vm.elsewhere)).sum();
@@ -44,18 +43,16 @@ fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     (has + left.min(free)).min(ours.iter().map(|vm| vm.can_go).sum())
 }
 
-/// An operator's settings of a VM. A VM that is kept in memory counts with shares of 0.
 pub fn settings_of(vm: &Vm) -> Settings {
     let settings = operator::read(vm.state.settings());
     if vm.state.kept() { kept(settings) } else { settings }
 }
 
-/// These settings, for a VM that is kept in memory.
 pub fn kept(settings: Settings) -> Settings {
     Settings { shares: Some(0), ..settings }
 }
 
-/// How much of a VM's memory on demand can be far, regardless of its limit: memory above it must be able to go.
+/// How much of a VM's memory on demand can be far, regardless of its limit: memory above a limit must be able to go.
 fn can_go(vm: &Vm, ours: u64, settings: Settings) -> u64 {
     let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages];
     if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
@@ -68,8 +65,8 @@ fn can_go(vm: &Vm, ours: u64, settings: Settings) -> u64 {
     ours.saturating_sub(keeps)
 }
 
-/// What VMs on demand could have far, if this VM had these settings. A VM of several nodes does not count, because its
-/// far pages are not counted by node.
+/// How much VMs on demand could have far, if the VM of `with` had those settings. A VM of several nodes does not count,
+/// because its far pages are not counted by node.
 pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     let sizes = sizes(host, &host.pool.demand.files());
     let (mut nodes, mut uses) = (BTreeMap::<u32, Bytes>::new(), [(); 3].map(|()| Vec::new()));
@@ -106,8 +103,8 @@ pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     Far { all: Bytes(all.min(ram + file + remote)), nodes }
 }
 
-/// The first node whose VMs cannot have as much far as it has promised beyond what it has, or `None` for all of them
-/// together; how much they can have far; and how much is missing.
+/// The first node that has promised more than it has and its VMs can have far, or `None` for all nodes together; how
+/// much the VMs can have far; and how much is missing.
 fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
     let here = |over: &Overcommitted| over.has.0.saturating_sub(over.high().0);
     let needs = |over: &Overcommitted| over.promised.0.saturating_sub(here(over));
@@ -119,7 +116,7 @@ fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
 }
 
 /// Why a VM cannot change from the first to the second settings: the pool could then not keep its promises, or does not
-/// know them yet. The caller holds the governor's lock until it has changed them.
+/// know its promises yet. The caller holds the governor's lock until the settings are changed.
 pub fn refusal(host: &Host, served: &Served, [before, after]: [Settings; 2]) -> Option<String> {
     let (vm, id, all) = (&served.vm, served.vm.state.id(), served.vm.size().bytes().0);
     if can_go(vm, all, after) >= can_go(vm, all, before) || !vm.regions().iter().any(|region| region.is_on_demand()) {

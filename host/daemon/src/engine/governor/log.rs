@@ -1,8 +1,7 @@
 //! The decision log: the last decisions about each VM, and their inputs.
 //!
-//! Before: the governor decided. After: `ballast explain`.
-//! Promise: it is bounded: equal decisions in a row are one record, a VM has at most [`MOST`], and a VM that is gone
-//! has none.
+//! Before: the governor decided. After: `ballast explain` shows the records. Promise: it is bounded: equal decisions in
+//! a row are one record, a VM has at most [`MOST`], and a VM that is gone has none.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
@@ -12,13 +11,12 @@ use ballast_policy::{Action, Decision, Plan, Reason, Snapshot, VmSample};
 
 const MOST: usize = 64;
 
-/// The records, by VM id, oldest first.
 #[derive(Debug, Default)]
 pub struct Log(BTreeMap<String, VecDeque<DecisionRecord>>);
 
 impl Log {
-    /// Records the decisions on this snapshot. Returns, for each that differs from the VM's last one, the VM's name and
-    /// the decision with its reasons as text.
+    /// Records the decisions on this snapshot. For each that differs from the VM's last decision, returns the VM's name
+    /// and the decision with its reasons as text.
     pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) -> Vec<(String, String)> {
         let mut new = Vec::new();
         self.0.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
@@ -65,7 +63,7 @@ fn text(record: &DecisionRecord) -> String {
     format!("{}: it {}: {}", record.policy, record.decision.words(), record.sentences.join("; "))
 }
 
-/// Whether the policy decided that limit for these kinds of reasons before. Figures in the reasons may differ.
+/// Whether both records have one limit and the same kinds of reasons. Figures in the reasons may differ.
 fn says_the_same(last: &DecisionRecord, new: &DecisionRecord) -> bool {
     let kinds = |record: &DecisionRecord| record.decision.reasons.iter().map(discriminant).collect::<Vec<_>>();
     let outcome = |record: &DecisionRecord| (record.decision.action, record.decision.after_bytes());

@@ -1,4 +1,4 @@
-//! The governor: once per tick, over all VMs: sample, decide, apply.
+//! The governor: once per tick, it samples all VMs, decides, and applies the decisions.
 //!
 //! ```text
 //! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, notify) ─► log, events
@@ -6,7 +6,8 @@
 //!
 //! Before: the engine serves VMs, and an operator named a policy. After: each VM has a target beside its operator's
 //! limit; the lower one holds, and the reclaim worker does the rest.
-//! Threads: one runs the loop; API threads ask under its lock. No worker ever calls this: the pager cannot name it.
+//! Threads: one runs the loop; API threads make requests under its lock. No worker ever calls this: the pager cannot
+//! name it.
 //! Units: milliseconds of the monotonic clock.
 //! Promise: with the policy *none* and no lease it sleeps, and no VM has a target, unless the pool's memory on demand
 //! is divided ([`demand`]). A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that
@@ -40,14 +41,13 @@ use guarded::guarded;
 use log::Log;
 use sample::{Sampler, now_ms};
 
-/// Most time between two decisions while the pool's memory on demand is divided.
 const DIVIDES_EVERY_MS: u64 = 500;
 
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// The last value of [`Inner::decides`], readable without the lock: a tick may wait for the kernel's figures of a
-    /// VM.
+    /// The last value of [`Inner::decides`], readable without the lock, which a tick may hold while it waits for the
+    /// kernel's figures of a VM.
     decides: AtomicBool,
     mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
@@ -67,7 +67,7 @@ struct Inner {
     host_state: HostState,
     exhaustion_ms: Option<u64>,
     overcommitted: bool,
-    /// Another engine has, or will soon have, some of the VMs.
+    /// Whether another engine has, or will soon have, some of the VMs.
     rests: bool,
     divisions: Divisions,
     ticks: u64,
@@ -93,7 +93,6 @@ impl Inner {
         self.setup.policy != Kind::None || self.lease.is_some()
     }
 
-    /// Whether anything sets targets.
     fn decides(&self) -> bool {
         self.is_active() || self.divisions.divides()
     }
@@ -106,7 +105,7 @@ impl Inner {
         }
     }
 
-    /// Like `snapshot`, for callers that need no rates.
+    /// Like [`Self::snapshot`], for callers that need no rates.
     fn seen(&self, host: &Host) -> Snapshot {
         let last = self.last.clone().filter(|_| self.is_active());
         last.unwrap_or_else(|| self.sampler.peek(host, &self.setup, now_ms()))
@@ -136,12 +135,11 @@ impl Governor {
         Self { inner, changed: Condvar::new(), decides, mapper_scan: OnceLock::new(), keep: Box::new(keep) }
     }
 
-    /// Starts the governor's thread, which lives as long as the engine.
     pub fn start(self: &Arc<Self>, host: Arc<Host>, mapper_scan: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = self.mapper_scan.set(mapper_scan);
         let governor = self.clone();
         std::thread::Builder::new().name("governor".into()).spawn(move || {
-            // API requests wait for the lock that it holds.
+            // API requests wait for the lock that this thread holds.
             run_first();
             loop {
                 governor.wait();
@@ -175,8 +173,8 @@ impl Governor {
         self.changed.notify_all();
     }
 
-    /// The pool has little left for touches of VMs on demand: divides it now, unless that is already being done. The
-    /// pool does not wait for a decision in progress; it repeats the call.
+    /// The pool has little left for touches of VMs on demand: divides its memory now, unless that is already being
+    /// done. The pool does not wait for a decision in progress; it repeats the call.
     pub fn pool_is_short(&self) {
         if let Ok(mut inner) = self.inner.try_lock()
             && !inner.divisions.divides()
@@ -185,8 +183,8 @@ impl Governor {
         }
     }
 
-    /// Decides nothing while VMs move between engines: an engine that sees some of them would divide all memory among
-    /// these. Returns when no tick is running.
+    /// Makes no decisions while VMs move between engines: an engine that has some of the VMs would divide all memory
+    /// among them. Returns when no tick is running.
     pub fn rest(&self) {
         self.inner.locked().rests = true;
     }
@@ -195,7 +193,6 @@ impl Governor {
         self.inner.locked().rests
     }
 
-    /// Decides again, from the current state.
     pub fn resume(&self) {
         let mut inner = self.inner.locked();
         if std::mem::replace(&mut inner.rests, false) {
@@ -203,7 +200,7 @@ impl Governor {
         }
     }
 
-    /// A VM was opened: without a policy and a lease, a target that an earlier engine left has no owner. Does not wait
+    /// A VM was opened: without a policy and a lease, a target that an earlier engine left is removed. Does not wait
     /// for a tick; if a policy begins at this moment, its next tick sets the target again.
     pub fn opened(&self, served: &Served) {
         if !self.decides.load(Ordering::Acquire) {
@@ -220,7 +217,6 @@ impl Governor {
         let at_ms = now_ms();
         let mut next_ms = at_ms + inner.setup.tick_ms;
         let Some(snapshot) = inner.sampler.take(host, &inner.setup, at_ms) else {
-            // All targets stay as they are.
             inner.due_ms = Some(next_ms);
             return;
         };
@@ -243,7 +239,7 @@ impl Governor {
                 Some(vm) => self.apply(vm, decision),
                 None => host.adopted.apply(decision).unwrap_or(false),
             };
-            // Without an owner, no VM has a target, not even one that was opened since the snapshot was taken.
+            // If nothing sets targets, no VM has one, not even a VM that was opened since the snapshot was taken.
             let free = Decision { action: Action::Free, ..Decision::default() };
             let changed = match inner.decides() {
                 true => plan.decisions.iter().filter(apply).count(),
@@ -266,7 +262,6 @@ impl Governor {
         inner.last = Some(snapshot);
     }
 
-    /// Hold a VM until a scan for foreign mappers is over.
     pub fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         served.hold_unchecked();
         let is_sent = self.mapper_scan.get().is_some_and(|mapper_scan| mapper_scan.send(served.clone()).is_ok());
@@ -274,7 +269,7 @@ impl Governor {
         Ok(())
     }
 
-    /// Gives a VM the decided limit. Returns whether that changed anything.
+    /// Gives a VM the decided limit. Returns whether the limit changed.
     fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
         let (vm, before) = (&served.vm, served.vm.state.target());
         let after = match decision.action {
@@ -298,7 +293,7 @@ impl Governor {
     }
 }
 
-/// The plan of the program that holds the lease, if that exists and is valid.
+/// The plan of the program that holds the lease, if there is one and its plan is valid.
 fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -> Option<Plan> {
     let lease = inner.lease.as_ref()?;
     let holder = lease.wanted.policy.clone();
@@ -318,7 +313,7 @@ fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -
     None
 }
 
-/// The plan of the policy. Without one, each target is removed.
+/// The plan of the policy. Without a policy, the plan removes each target.
 fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan> {
     if inner.setup.policy == Kind::None {
         return Some(free_all(snapshot));
@@ -347,7 +342,6 @@ fn free_all(snapshot: &Snapshot) -> Plan {
     Plan { at_ms: snapshot.at_ms, policy: Kind::None.to_string(), decisions: decisions.collect(), ..Plan::default() }
 }
 
-/// Reports changes of the host's state to operators.
 fn tell_host_state(inner: &mut Inner, host: &Host, snapshot: &Snapshot, plan: &Plan) {
     inner.exhaustion_ms = plan.exhaustion_ms;
     let before = std::mem::replace(&mut inner.host_state, plan.host_state);

@@ -1,7 +1,7 @@
 //! The operator's settings of a VM, as words of its state file.
 //!
-//! Promise: zero has no meaning, so a state file from before these words has the defaults; a value out of range, which
-//! only damage can leave, becomes the nearest one in range.
+//! Promise: a zero word has no meaning, so a state file without these words has the defaults. A value out of range,
+//! which only damage can leave, becomes the nearest one in range.
 
 use ballast_handover::state_file::SETTINGS;
 use ballast_policy::settings::{MAX_HEADROOM_PERCENT, MAX_SHARES};
@@ -13,7 +13,7 @@ const BEST_EFFORT: u64 = 2;
 /// The words of the state file: class, reservation, protect, shares plus one, headroom.
 pub fn write(settings: &Settings) -> [u64; SETTINGS] {
     let class = match settings.class {
-        // Each engine finds out again whether a VM is pinned.
+        // Each engine finds out itself whether a VM is pinned.
         Class::Burstable | Class::Pinned => 0,
         Class::Guaranteed => GUARANTEED,
         Class::BestEffort => BEST_EFFORT,

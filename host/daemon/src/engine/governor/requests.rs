@@ -1,4 +1,4 @@
-//! Requests to the governor: what the API shows and changes of it.
+//! Requests of the API to the governor, to show or change its state.
 //!
 //! Before: an API thread has a request. After: the governor's state was read, or changed under its lock.
 //! Threads: API threads. Units: bytes; milliseconds of the monotonic clock.
@@ -26,7 +26,6 @@ impl Governor {
         self.inner.locked().snapshot(host)
     }
 
-    /// The plan that a policy, or the one in force, would make now.
     pub fn dry_run(&self, host: &Host, kind: Option<Kind>) -> anyhow::Result<Plan> {
         let (snapshot, mut state, setup) = {
             let mut inner = self.inner.locked();
@@ -36,7 +35,6 @@ impl Governor {
         plan.context("the policy is none, which decides nothing; ask what another one would do")
     }
 
-    /// Let another program decide for a while.
     pub fn put_plan(&self, host: &Host, request: PlanRequest) -> anyhow::Result<Plan> {
         let PlanRequest { policy, lease_ms, limits } = request;
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
@@ -83,7 +81,7 @@ impl Governor {
         }
     }
 
-    /// Change it, now and for the next engines.
+    /// Changes the settings, now and for the next engines.
     pub fn set(&self, host: &Host, patch: &PolicyPatch) -> anyhow::Result<()> {
         let mut inner = self.inner.locked();
         let before = inner.setup;
@@ -131,9 +129,9 @@ impl Governor {
         }
     }
 
-    /// Change the operator's settings and the limit of a VM, unless they contradict themselves, other VMs'
-    /// reservations, or what the pool has promised. Only what settings take from the pool's promises is judged; a
-    /// limit takes nothing.
+    /// Changes the operator's settings and the limit of a VM, unless they contradict themselves, other VMs'
+    /// reservations, or the pool's promises. For the promises only the settings count; a limit takes no memory from
+    /// them.
     pub fn change(&self, host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> anyhow::Result<()> {
         let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
@@ -187,7 +185,7 @@ impl Governor {
         Ok(())
     }
 
-    /// Say that all of a VM is kept in memory, unless the pool could not keep what it promised then.
+    /// Records that all of a VM is kept in memory, unless the pool could then not keep its promises.
     pub fn admit_kept(&self, host: &Host, served: &Served) -> anyhow::Result<()> {
         let _inner = self.inner.locked();
         let before = far::settings_of(&served.vm);
@@ -198,7 +196,7 @@ impl Governor {
         Ok(())
     }
 
-    /// What VMs on demand can have far, while no operator changes that.
+    /// How much VMs on demand can have far. No operator can change that during the call.
     pub fn far(&self, host: &Host) -> Far {
         let _inner = self.inner.locked();
         far::far(host, None)
@@ -207,8 +205,7 @@ impl Governor {
 
 impl Inner {
     /// Refuses settings and a limit of a VM that reserve more than before, and more than the budget has beside other
-    /// VMs' reservations. A change that takes no more is never refused, even if too much had been promised; then other
-    /// VMs do not matter.
+    /// VMs' reservations. A change that reserves no more than before is never refused, whatever other VMs reserve.
     fn admit(
         &self,
         host: &Host,
@@ -237,10 +234,8 @@ impl Inner {
 #[derive(Clone, Copy, Debug)]
 pub struct Brief {
     pub policy: Kind,
-    /// The host's state, while a policy or a program decides.
     pub state: Option<HostState>,
     pub exhaustion_ms: Option<u64>,
     pub budget_bytes: u64,
-    /// The part of it that is not reserved.
     pub schedulable_bytes: u64,
 }

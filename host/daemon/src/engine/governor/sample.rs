@@ -1,9 +1,9 @@
 //! Sampling: the counters of all VMs as a [`Snapshot`].
 //!
-//! Before: the governor's tick, or an API request. After: a policy decides on it.
+//! Before: the governor's tick, or an API request. After: a policy decides on the snapshot.
 //! Threads: the governor's, or an API thread, under the governor's lock; nothing here waits for a worker.
-//! Promise: a VM that may not be reclaimed now is included, with the reason. If the kernel does not report how much
-//! memory there is (no descriptors left), that does not look like a host without memory.
+//! Promise: a VM that may not be reclaimed now is included, with the reason. If the kernel does not report the size of
+//! memory (no descriptors left), the host does not appear to have none.
 
 use std::collections::HashMap;
 
@@ -20,18 +20,17 @@ use crate::engine::adopted::sample;
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// The highest compression ratio that is assumed for far memory before one is measured.
+/// The compression ratio that far memory is assumed to have before one is measured, at most.
 const BEST_RATIO: f64 = 8.0;
 
 #[derive(Debug, Default)]
 pub struct Sampler {
     at_ms: u64,
     memory: Memory,
-    /// By id.
+    /// Sums at the last sample, by VM id.
     vms: HashMap<String, Sums>,
 }
 
-/// Memory of the host, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Memory {
     total: u64,
@@ -56,8 +55,8 @@ pub fn spare_bytes() -> u64 {
 }
 
 impl Sampler {
-    /// Samples everything. Rates are since the last `take`. `None`: the host's memory is unknown, so nothing may be
-    /// decided now.
+    /// Samples everything. Rates are since the last `take`. `None` if the host's memory is unknown: then nothing may be
+    /// decided.
     pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Option<Snapshot> {
         let memory = Memory::read()?;
         let (snapshot, vms) = self.snapshot(host, setup, at_ms, memory);
@@ -65,7 +64,7 @@ impl Sampler {
         Some(snapshot)
     }
 
-    /// Like `take`, but begins no new rates; if the host's memory is unknown, uses the last one.
+    /// Like [`Self::take`], but begins no new rates. If the host's memory is unknown, uses the last known.
     pub fn peek(&self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
         self.snapshot(host, setup, at_ms, Memory::read().unwrap_or(self.memory)).0
     }
@@ -104,8 +103,8 @@ fn host_sample(
     let resident = sum(vms, |vm| vm.resident_bytes);
     let available = memory.available;
     let min_free_bytes = HostSample::min_free(memory.total);
-    // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
-    // used up: if nothing of it is left, the host is not short of memory.
+    // The kernel's *available* also counts memory that other programs would give up. A configured budget may be used up
+    // completely: if nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
     let free_bytes = available;
     let far_in_ram = sum(&vms[..paged], |vm| vm.far_bytes);
@@ -127,7 +126,7 @@ fn of_paged(served: &Served, before: Option<&Sums>, elapsed_ms: u64) -> (VmSampl
 
     // Readahead saves a guest the faults, not the memory: sequential pages are restored nearly without faults.
     let restores = stats.get(Counter::FaultRestore) + stats.get(Counter::Prefetched);
-    // The kernel does not see Ballast's stall, but for example that of a cgroup's limit below the VM's.
+    // The kernel does not see stall by Ballast, but it sees, for example, stall by a cgroup's limit below the VM's.
     let kernel_us = pids.first().and_then(|pid| cgroup::stall_us(&cgroup::cgroups(*pid), &pids));
     let sums = Sums { stall_ns: stats.get(Counter::StallSomeNs), kernel_us };
     let (stall, kernel_stall) = sums.stalls(before, elapsed_ms);
@@ -162,7 +161,7 @@ fn of_paged(served: &Served, before: Option<&Sums>, elapsed_ms: u64) -> (VmSampl
     (sample, sums)
 }
 
-/// The working set as tracking measured it, if it did; in whole huge pages if the VM is paged by those.
+/// The working set as tracking measured it, if it did; in whole huge pages if the VM's memory consists of them.
 fn measured(vm: &Vm, page_bytes: u64) -> Option<u64> {
     let heat = vm.heat.is_tracked().then(|| vm.heat.heat(1)).filter(|heat| heat.cycles > 0)?;
     Some(if page_bytes > PAGE_SIZE as u64 { heat.wss_huge_bytes } else { heat.wss_bytes })

@@ -1,7 +1,7 @@
-//! VMMs that ask the pool for memory.
+//! VMMs that request memory of the pool.
 //!
 //! Before: the engine has the pool, and listens at its socket. After: a VMM has descriptors, or the reason why not.
-//! Threads: one that listens, and one for each VMM that asks, which may wait until enough is zeroed.
+//! Threads: one that listens, and one for each VMM with a request, which may wait until enough is zeroed.
 //! Promise: a VM is refused for lack of memory only after the memory of VMs that are gone was taken back and zeroed. A
 //! VMM that hangs up while it waits is forgotten.
 
@@ -23,13 +23,11 @@ use super::{AGAIN_EVERY, POLL_EVERY, PoolService, State};
 use crate::engine::pool_parts;
 use crate::settings::Pooling;
 
-/// How long a VM waits for memory to be zeroed.
 const ZEROED_WITHIN: Duration = Duration::from_secs(30);
-/// How long it waits for pages that others hold to be replaced.
+/// How long a VM waits until pages that other processes hold are replaced.
 const REPLACED_WITHIN: Duration = Duration::from_secs(5);
-/// How long it waits for a VM that has just ended, and whose files keeper and engine still have. Seen: up to 0.1 s.
+/// How long a VM waits for one that has just ended, and whose files keeper and engine still have. Seen: up to 0.1 s.
 const CLOSED_WITHIN: Duration = Duration::from_millis(300);
-/// How long a VMM may take to send its request.
 const ASKS_WITHIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
@@ -48,7 +46,7 @@ impl Drop for Handed<'_> {
 }
 
 impl PoolService {
-    /// Lets VMMs ask, at the socket of this engine's predecessor.
+    /// Listens for VMMs, in place of this engine's predecessor.
     pub(super) fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
         let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
         rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
@@ -94,11 +92,11 @@ impl PoolService {
             Err(error) => Given::Refused(format!("{error:#}")),
         };
         let fds: Vec<_> = handed.iter().flat_map(|handed| &handed.grant.files).map(AsFd::as_fd).collect();
-        // If the VMM does not receive it, no process has the files, and the memory returns.
+        // If the VMM does not receive it, no process has the files, and the memory returns to the pool.
         scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
     }
 
-    /// Takes memory for a VM. If there is enough, but dirty, waits until it is zeroed, or nobody wants it.
+    /// Takes memory for a VM. If there is enough but some is dirty, waits until it is zeroed, or the VMM is gone.
     pub(super) fn take(&self, take: &Take, is_gone: impl Fn() -> bool) -> anyhow::Result<Handed<'_>> {
         let (page, mode) = pool_parts::for_vm(take.pages);
         let (begun, mut far, mut next_try) = (Instant::now(), self.demand.far(), Instant::now());
@@ -117,7 +115,7 @@ impl PoolService {
                 let error = match granted {
                     Ok(grant) => {
                         self.demand.show(reserve);
-                        // From now on its end must be noticed.
+                        // From now on the end of this VM must be noticed.
                         self.changed.notify_all();
                         self.handing.fetch_add(1, Ordering::Relaxed);
                         drop(state);
@@ -125,7 +123,8 @@ impl PoolService {
                     }
                     Err(error) => error,
                 };
-                // Checked first: this engine may still have files of a VM that got its memory and is already gone.
+                // Read before the check for ended VMs: this engine may still have files of a VM that got its memory and
+                // is gone.
                 let is_handing = self.handing.load(Ordering::Acquire) > 0;
                 let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
                     || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
@@ -134,8 +133,8 @@ impl PoolService {
                     Error::Refused(Refused::NoRoom { .. }, _) => {
                         has_ended || is_handing || waits || reserve.has_dirty()
                     }
-                    // The refusal itself may have made memory dirty, which helps nobody. The next try is when the rest
-                    // is zeroed.
+                    // The refusal itself may have made memory dirty, which does not help this VM. The next try is when
+                    // the rest is zeroed.
                     Error::Promised { .. } => {
                         next_try = Instant::now() + AGAIN_EVERY;
                         has_ended || is_handing || waits || was_zeroing
@@ -145,7 +144,8 @@ impl PoolService {
                 if !is_coming || begun.elapsed() > ZEROED_WITHIN {
                     return Err(error.into());
                 }
-                // Others are woken only by what may help them: two requests must not keep each other awake.
+                // Other requests are woken only by a change that may help them: two requests must not keep each other
+                // awake.
                 if has_ended || !was_zeroing && reserve.has_dirty() {
                     self.changed.notify_all();
                 }
@@ -154,14 +154,14 @@ impl PoolService {
             if is_gone() {
                 bail!("VM {} does not wait for its memory any more", take.name);
             }
-            // What can be far may be less by now. Asked for without the lock.
+            // Less may be able to go far by now. Read without the lock.
             far = self.demand.far();
             state = self.state.locked();
         }
     }
 
     /// Takes memory back if the promises to VMs on demand could no longer be kept, because an operator has changed a
-    /// VM's settings since the amount that can be far was computed. A later change sees this promise.
+    /// VM's settings since the amount that can be far was computed. A later change takes this promise into account.
     fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
         let mut state = self.state.locked();
@@ -169,7 +169,7 @@ impl PoolService {
         let reserve = parts.of(page)?;
         reserve.set_far(far);
         if let Err(error) = reserve.check_kept(&handed.grant.lacked) {
-            // No process has seen it.
+            // No process has seen the memory.
             drop(handed);
             reserve.tend()?;
             self.demand.show(reserve);

@@ -1,10 +1,10 @@
-//! Memory on demand between the pool and the governor: what VMs can have far, and what the pool has for them where it
-//! has promised more.
+//! Memory on demand between the pool and the governor: how much VMs can have far, and how much the pool has for them on
+//! nodes that have promised more.
 //!
-//! Before: the engine has a governor. After: the pool makes promises by what the VMs can have far, and the governor
-//! divides what the pool has when little is left.
+//! Before: the engine has a governor. After: the pool promises what it has plus what the VMs can have far, and the
+//! governor divides the pool's memory when little is left.
 //! Threads: the pool's reads the pool; the governor's, and those of the API, read its last results. Units: bytes.
-//! Promise: the governor does not wait for the pool: it reads a copy, and the pool asks without its lock.
+//! Promise: the governor does not wait for the pool: it reads a copy, and the pool calls it without its lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -16,17 +16,17 @@ use ballast_pool::{Error, Far, Overcommitted, Reserve};
 use ballast_sys::lock::Lock;
 use ballast_sys::memfd::FileId;
 
-/// The pool's files of VMs on demand, with the node and the amount promised in each. A file says whether it is one, but
-/// its VMM can change the file: only the pool knows.
+/// The pool's files of VMs on demand, with the node and the amount promised in each. A file itself also says whether it
+/// is of that kind, but its VMM can change the file: only the pool's record counts.
 pub type Promised = HashMap<FileId, (u32, Bytes)>;
-/// Nodes with more promised to VMs on demand than the pool has for them, by their numbers on the host.
+/// Nodes that have promised VMs on demand more than the pool has for them, by their numbers on the host.
 pub type Over = BTreeMap<u32, Overcommitted>;
 
-/// What the pool asks and tells the rest of the engine.
+/// Calls from the pool to the rest of the engine.
 pub struct Links {
     /// How much of their promised memory VMs on demand can have far.
     pub far: Box<dyn Fn() -> Far + Send + Sync>,
-    /// Little is left for touches.
+    /// Little memory is left for touches.
     pub short: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -36,13 +36,12 @@ impl fmt::Debug for Links {
     }
 }
 
-/// The last known state of memory on demand.
 #[derive(Debug, Default)]
 pub struct Demand {
     links: OnceLock<Links>,
-    /// The pool was read, and no VM was promised any.
+    /// Whether the pool was read, and no VM was promised any memory on demand.
     is_none: AtomicBool,
-    /// The pool was read since this engine has it.
+    /// Whether the pool was read since this engine has it.
     is_known: AtomicBool,
     over: Mutex<Over>,
     files: Mutex<Arc<Promised>>,
@@ -50,7 +49,6 @@ pub struct Demand {
 
 impl Demand {
     pub fn link(&self, links: Links) {
-        // Set once.
         let _ = self.links.set(links);
     }
 
@@ -59,12 +57,10 @@ impl Demand {
         links.map_or_else(Far::default, |links| (links.far)())
     }
 
-    /// Whether the pool's promises are known: not before this engine has it.
     pub fn is_known(&self) -> bool {
         self.is_known.load(Ordering::Acquire)
     }
 
-    /// What the pool has for VMs on demand, for each node that has promised them more.
     pub fn overcommitted(&self) -> Over {
         self.over.locked().clone()
     }
@@ -77,7 +73,7 @@ impl Demand {
         *self.files.locked() = Arc::new(files);
     }
 
-    /// Tells the governor if little is left. No lock is held.
+    /// Tells the governor if little is left. No lock is held during the call.
     pub fn tell_if_short(&self) {
         let is_short = self.over.locked().values().any(|over| over.free() < over.low());
         if let Some(links) = self.links.get().filter(|_| is_short) {
@@ -85,16 +81,15 @@ impl Demand {
         }
     }
 
-    /// Shows the governor the promises at once.
     pub fn show(&self, reserve: &mut Reserve) {
         if reserve.has_on_demand() {
-            // A failure here repeats in the next round, which reports it.
+            // A failure here occurs again in the next round, which reports it.
             let _ = self.tend(Some(reserve), true);
         }
     }
 
-    /// Sets memory aside for the next touches, and checks how much is left. `all`: also reads what the pool has, which
-    /// may read each slice.
+    /// Sets memory aside for the next touches, and checks how much is left. `all`: also reads how much the pool has,
+    /// for which each slice may be read.
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
         self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {

@@ -67,18 +67,17 @@ fn a_part_that_fails_stops_neither_the_other_part_nor_the_zeroing() {
     }
 }
 
-/// A pool of one node in files of 16 MiB, all of it zeroed. What the kernel gave for it is returned on drop.
+/// A pool of one node in files of 16 MiB, all of it zeroed. Pages that the kernel gave for it are returned on drop.
 struct Own {
     service: Arc<PoolService>,
     dir: tempfile::TempDir,
     _one: MutexGuard<'static, ()>,
 }
 
-/// One at a time: they share the kernel's free huge pages, and one test takes all of these.
+/// One test at a time: they share the kernel's free huge pages, and one test takes all of these.
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Own {
-    /// `None`, with a message, where there can be no pool.
     fn new(mib: u64) -> Option<Self> {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
@@ -222,7 +221,7 @@ fn a_promise_is_taken_back_if_a_simultaneous_change_leaves_too_little() {
     };
     let promised = || own.stat().promised_bytes / MIB;
     let all = take(32, [0, 0]).expect("all that there is");
-    // It can go far when the promise is made, and cannot when that is checked again.
+    // The memory can go far when the promise is made, and cannot when the promise is checked again.
     let said = take(8, [32, 0]).expect_err("it could not be kept").to_string();
     assert!(said.contains("cannot be promised") && promised() == 32, "{said}");
     let other = take(8, [32, 32]).expect("it can be kept");

@@ -22,13 +22,12 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Names and values.
 pub(crate) type Labels = Vec<(&'static str, String)>;
-/// One sample: labels beyond `domain`, and the value.
+/// One sample: labels beyond those of [`Samples`], and the value.
 pub(crate) type Sample = (Labels, f64);
 
-/// The samples of a metric of the host, of a node of the pool, of a VM, or of a VM's heat while it is tracked. Those of
-/// a node also get the labels `node` and `pages`; those of a VM and its heat, `domain`.
+/// The samples of a metric of the host, of a node of the pool, of a VM, or of a VM's heat while it is tracked. Samples
+/// of a node also get the labels `node` and `pages`; samples of a VM and of its heat get `domain`.
 pub(crate) type Samples<T> = fn(&T) -> Vec<Sample>;
 
 pub(crate) struct Metric<S> {

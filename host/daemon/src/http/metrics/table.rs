@@ -1,6 +1,6 @@
 //! The table of all metrics: of the host, of the pool, of each VM and of its heat.
 //!
-//! Before: the API's JSON types. After: the page has a line for each sample; `docs/metrics.md` describes each name.
+//! Before: the API's JSON types. After: the page has a line for each sample; `docs/metrics.md` describes each metric.
 //! Threads: any. Units: base units only (bytes, seconds).
 //! Promise: labels are bounded (names of VMs and nodes, and fixed words), and a test compares the names with the
 //! documentation.
@@ -31,17 +31,14 @@ fn pages(count: u64) -> u64 {
     count.saturating_mul(PAGE_SIZE as u64)
 }
 
-/// Samples of a VM's agent; none without one.
 fn of_agent(vm: &VmStat, samples: impl Fn(&AgentStat) -> Vec<Sample>) -> Vec<Sample> {
     vm.agent.iter().flat_map(samples).collect()
 }
 
-/// Samples of tiering in a VM's guest; none without it.
 fn of_tiering(vm: &VmStat, samples: impl Fn(&TieringStat) -> Vec<Sample>) -> Vec<Sample> {
     vm.agent.iter().flat_map(|agent| &agent.tiering).flat_map(samples).collect()
 }
 
-/// Samples of a VM's memory on the host's nodes; none without tiers.
 fn of_host_tiers(vm: &VmStat, samples: impl Fn(&HostTierStat) -> Vec<Sample>) -> Vec<Sample> {
     vm.host_tiers.iter().flat_map(samples).collect()
 }
@@ -320,7 +317,6 @@ pub(crate) const HEAT: &[Metric<Samples<VmHeat>>] = &[
         one(heat.wss_bytes)
     }),
     metric("ballast_vm_age_bytes", Kind::Gauge, "Guest RAM in DRAM by the time since its last touch.", |heat| {
-        // Fewer steps than in the API.
         let (mut samples, mut bytes) = (Vec::new(), 0);
         for bucket in &heat.ages {
             bytes += bucket.bytes;

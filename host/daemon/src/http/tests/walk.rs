@@ -1,5 +1,5 @@
-//! Each operation of the document gets valid and invalid requests, with a backend that obeys and one that refuses: each
-//! status must be in the document, and each status of the document must occur.
+//! Sends valid and invalid requests for each operation of the document, to a backend that obeys and to one that
+//! refuses: each status must be in the document, and each status of the document must occur.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// Bodies: for each request that takes one, one of them is valid; the last one is always too long.
+/// Bodies: for each operation that takes one, one of these is valid; the last one is always too long.
 fn bodies() -> Vec<String> {
     let right = ["{}", r#"{"limit_bytes":null}"#, r#"{"track":true}"#, r#"{"policy":"x","lease_ms":1,"limits":[]}"#];
     let long = " ".repeat(ballast_api::MAX_BODY_BYTES) + "{}";
@@ -19,16 +19,14 @@ fn request(method: &str, path: &str, body: &str) -> Vec<u8> {
     format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into()
 }
 
-/// The status of an answer, without the rest, because a stream continues.
+/// The status of an answer. The rest is not read, because a stream continues.
 fn status_of(mut stream: Stream, request: &[u8]) -> String {
-    // A request that is refused early may not be read completely.
     let _ = stream.write_all(request);
     let mut start = [0; 12];
     stream.read_exact(&mut start).expect("an answer");
     String::from_utf8_lossy(&start[9..]).into_owned()
 }
 
-/// All statuses with which these servers answer an operation.
 fn walk(servers: &[Server], impatient: &Server, method: &str, path: &str, operation: &Value) -> BTreeSet<String> {
     let names: &[&str] = if path.contains("{name}") { &["web", "nobody", "%ff"] } else { &[""] };
     let queries: &[&str] = if operation["parameters"].is_array() { &["", "?unknown=1"] } else { &[""] };
@@ -61,7 +59,8 @@ fn a_walk_of_all_routes_sees_exactly_the_statuses_of_the_document() {
             let mut seen = walk(&servers, &impatient, method, path, operation);
             let place = path.replace("{name}", "web");
             seen.insert(status_for(Access::Denied, request(method, &place, "")).to_string());
-            // These come before any handler, and have their own tests: a failure without a backend, no place.
+            // These are sent before any handler is called, and have their own tests: a failure without a backend, and
+            // no place.
             seen.extend(["500", "503"].map(str::to_owned));
             let has: BTreeSet<String> =
                 operation["responses"].as_object().expect("responses").keys().cloned().collect();
