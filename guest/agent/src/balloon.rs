@@ -1,10 +1,10 @@
 //! The balloon: memory held for the host, page by page, by node (Demeter, section 3.3, without a driver).
 //!
-//! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told the
-//! host which ones; or fewer, if the guest cannot spare them.
-//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other requests do not wait; a node without
-//! memory to spare keeps no other one waiting; it shrinks when the guest waits for memory, or when no host listens any
-//! more; the kernel has all of it back when the agent ends.
+//! Before: the host says how many pages of a node it wants. After: the agent holds this number of pages, pinned, and
+//! has told the host which ones; or fewer, if the guest cannot spare them.
+//! Units: pages. Promise: the balloon grows a chunk at a time, so that the host's other requests do not wait for it. A
+//! node without memory to spare delays no other node. The balloon shrinks when the guest's tasks wait for memory, and
+//! when no host listens. The kernel has all of its memory back when the agent ends.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,8 +18,8 @@ use crate::vital;
 
 /// Pages taken at a time: 8 MiB.
 const CHUNK: u64 = 2048;
-/// Share of time, in 1/1000, that tasks may wait for memory before some of it is returned; and how long nothing is
-/// taken after that.
+/// If tasks wait for memory for more than this share of the time, in 1/1000, a part of the balloon is given back, and
+/// nothing is taken for the time `REST`.
 const STALL: u64 = 50;
 const REST: Duration = Duration::from_secs(10);
 
@@ -29,48 +29,44 @@ struct Chunk {
     memory: Owned,
 }
 
-/// The balloon.
 #[derive(Debug, Default)]
 pub struct Balloon {
     pins: Option<Pins>,
-    /// Memory held, by node.
+    /// By node: pages that the host wants, and chunks that are held.
     wanted: BTreeMap<u32, u64>,
     held: BTreeMap<u32, Vec<Chunk>>,
     slots: Vec<u32>,
     next_slot: u32,
-    /// Nodes of which nothing is taken until then, and why.
+    /// Nodes of which nothing is taken until this time, and the reason.
     rests: BTreeMap<u32, (Instant, String)>,
     /// Time at which stall was read last, and its value then.
     stall: Option<(Instant, u64)>,
-    /// Time that it has spent on taking memory since then. The kernel counts its waits as stall.
+    /// Time spent on taking memory since `stall` was read. The kernel counts it as stall.
     own: Duration,
 }
 
 impl Balloon {
-    /// Sets the number of pages that the host wants of a node.
     pub fn want(&mut self, node: u32, pages: u64) {
         self.wanted.insert(node, pages);
         self.rests.remove(&node);
     }
 
-    /// Returns the number of pages held of a node.
     pub fn held(&self, node: u32) -> u64 {
         self.held.get(&node).map_or(0, |chunks| chunks.iter().map(|chunk| chunk.memory.pages()).sum())
     }
 
-    /// Returns all pages held, with their nodes.
     pub fn all(&self) -> Vec<(u32, Vec<Run>)> {
         let of = |chunks: &Vec<Chunk>| chunks.iter().filter_map(|chunk| chunk.memory.runs().ok()).flatten().collect();
         self.held.iter().map(|(node, chunks)| (*node, of(chunks))).collect()
     }
 
-    /// Returns the memory that it lacks of each node, with what the node keeps free beside it.
+    /// Returns the pages that must become free on each node: those that the balloon lacks, and the node's reserve.
     pub fn lacks(&self) -> BTreeMap<u32, u64> {
         let lacks = self.wanted.keys().map(|node| (*node, self.lacks_of(*node)));
         lacks.filter(|(_, pages)| *pages > 0).map(|(node, pages)| (node, pages.saturating_add(least(node)))).collect()
     }
 
-    /// Returns why it holds less than the host wants, of the first node that is so.
+    /// Returns why the balloon holds less than the host wants, for the first such node.
     pub fn note(&self) -> Option<&str> {
         let mut rests = self.rests.iter().filter(|(node, _)| self.lacks_of(**node) > 0);
         rests.next().map(|(_, (_, why))| why.as_str())
@@ -84,7 +80,7 @@ impl Balloon {
         self.rests.get(&node).is_some_and(|(until, _)| now < *until)
     }
 
-    /// Returns whether it differs from the number that the host wants, so that [`step`](Self::step) has work.
+    /// Returns whether [`step`](Self::step) has work: the number of held pages is not what the host wants.
     pub fn is_busy(&self, now: Instant) -> bool {
         let has_work = |node: u32, pages: u64| {
             let held = self.held(node);
@@ -93,7 +89,6 @@ impl Balloon {
         self.wanted.iter().any(|(node, pages)| has_work(*node, *pages))
     }
 
-    /// Gives everything back, because no host wants it.
     pub fn empty(&mut self) {
         self.wanted.clear();
         self.held.clear();
@@ -139,8 +134,7 @@ impl Balloon {
         self.rests.insert(node, (now + REST, why));
     }
 
-    /// Returns 1/8 of the held memory if tasks wait for memory. Called now and then even if no step is due, because a
-    /// full balloon must shrink, too.
+    /// Gives 1/8 of the held memory back if tasks wait for memory. A full balloon must shrink, too.
     pub fn check_stall(&mut self, now: Instant) {
         let at = self.stall.map(|(at, _)| now.saturating_duration_since(at));
         if at.is_some_and(|since| since < Duration::from_secs(1)) {
@@ -189,7 +183,7 @@ impl Balloon {
         Ok(runs)
     }
 
-    /// Returns this number of pages of a node, in whole chunks. If that is too much, the rest is taken again.
+    /// Gives this number of pages of a node back, in whole chunks. Pages that are too many are taken again.
     fn shrink(&mut self, node: u32, pages: u64) {
         let mut left = pages;
         while left > 0 {
@@ -205,14 +199,13 @@ impl Balloon {
     }
 }
 
-/// Pages that this node keeps free.
 fn least(node: u32) -> u64 {
     let pages = vital::nodes().iter().find(|other| other.node == node).map_or(0, |node| node.pages);
     vital::least_free(pages)
 }
 
-/// Did tasks of the guest wait too long for memory in this time? While the balloon fills, the kernel finds memory for
-/// it and counts this program among the waiting tasks; that is no reason to return memory.
+/// Returns whether tasks of the guest waited too long for memory in this time. While the balloon fills, the kernel also
+/// counts this program as waiting, for the time `own`; that is no reason to give memory back.
 fn is_stalled(passed: Duration, stall_us: u64, own: Duration) -> bool {
     let others = stall_us.saturating_sub(own.as_micros() as u64);
     u128::from(others) * 1000 > passed.as_micros() * u128::from(STALL)
@@ -237,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_node_that_gives_no_more_keeps_no_other_one_waiting() {
-        // No machine has them, so the first step finds that neither has memory to spare.
+        // No machine has these nodes, so the first step finds that neither has memory to spare.
         let (first, second) = (4000, 4001);
         let (mut balloon, now) = (Balloon::default(), Instant::now());
         balloon.want(first, 100);

@@ -1,17 +1,17 @@
-//! DAMON, the kernel's access monitor: has it look at each page of a range.
+//! DAMON, the kernel's access monitor, which looks at each page of a range for the agent.
 //!
 //! Before: the host wants reports. After: the idle flags of /proc/kpageflags say which pages were accessed.
-//! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only if no other program has one,
-//! `damon_stat` (on by default in newer kernels, and then in the way) is stopped meanwhile, and both are as before when
-//! this is dropped. A note below /run has the next start, or `--undo`, do that for an agent that was killed.
+//! Units: bytes in DAMON's files, pages here. Promise: a kdamond is taken only if no other program has one.
+//! `damon_stat` (on by default in newer kernels, where it occupies DAMON) is stopped. Dropping [`Damon`] restores both;
+//! if the agent was killed, its next start, or `--undo`, restores them by a note below /run.
 //!
-//! DAMON's own estimate of what is accessed is not used: it looks at one page of each range at a time, for some
-//! milliseconds, and the age of a range counts from a change of its rate, not from an access. But a *scheme* of it is
-//! applied to every page of a range, and its filter `young` (Linux 6.10) asks for each page, by all page tables that
-//! map it, whether it was accessed since it was asked the last time; then the page counts as idle. What passes the
-//! filter gets the action `lru_prio`, which is what the kernel does itself with a page that is read, and clears the
-//! idle flag. With filters that let nothing pass, all pages are idle afterwards. A kernel that lacks any of it refuses
-//! the setting.
+//! DAMON's own estimate of accesses is not used: it looks at one page of each range at a time, for some milliseconds,
+//! and the age of a range counts from a change of its access rate, not from an access. But DAMON applies a *scheme* to
+//! every page of a range. The filter `young` of a scheme (Linux 6.10) checks for each page, by all page tables that map
+//! it, whether the page was accessed since the last check, and makes the page idle. A page that passes the filters gets
+//! the action `lru_prio`, which is what the kernel does itself with a page that is read: it clears the idle flag. With
+//! filters that let no page pass, all pages are idle afterwards. A kernel that lacks any of these features refuses the
+//! setting.
 
 use std::fs;
 use std::io;
@@ -27,35 +27,30 @@ const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 /// File that says that the kdamond is ours, and how `damon_stat` was set.
 const NOTE: &str = "/run/ballast-agent.damon";
 
-/// A filter of a scheme: its type, and whether pages that match it are left out, or those that do not.
+/// A filter of a scheme: its type, and `Y` if matching pages are left out, or `N` if the others are.
 type Filter = (&'static str, &'static str);
-/// What leaves all but accessed pages, and what leaves none, but asks all.
+/// Filters that leave out all but accessed pages; filters that check all pages and leave them out.
 const ACCESSED: [Filter; 1] = [("young", "N")];
 const NONE: [Filter; 3] = [("young", "Y"), ("anon", "Y"), ("anon", "N")];
-/// DAMON samples a page of each of its ranges before the schemes are applied, and that page counts as idle: ranges are
-/// no smaller than this many pages. The kernel need not switch threads within one: no larger, either.
+/// DAMON samples a page of each of its ranges before the schemes are applied, and this page counts as idle, so a range
+/// has at least this many pages. The kernel need not switch threads within a range, so it has no more, either.
 const RANGE: u64 = 4096;
-/// Time before a scheme is applied, unless DAMON is told to end: then it is applied at once, and it ends.
+/// Time until DAMON applies a scheme. If DAMON is told to end earlier, it applies the scheme at once, and ends.
 const SAMPLE_US: u64 = 1_000_000;
-/// Longest time in which the kdamond begins, and between two looks whether it has.
+/// Longest wait for the kdamond to begin, and the pause between two checks.
 const BEGINS: Duration = Duration::from_secs(2);
 const BEGINS_POLL: Duration = Duration::from_millis(5);
 
-/// DAMON of this guest.
 #[derive(Debug)]
 pub struct Damon {
-    /// The pages that it is set up for.
     pages: (u64, u64),
     spent: Duration,
 }
 
-/// The kdamonds were taken for reports and for tiering together: the first is for reports.
+/// Kdamonds were taken for reports and for tiering together; the first one is for reports.
 static SHARED: AtomicBool = AtomicBool::new(false);
 
-/// Takes a kdamond for reports, and more for tiering, until [`undo`].
-///
-/// # Errors
-/// The kernel has no DAMON, or another program uses it.
+/// Takes a kdamond for reports, and more for tiering, until [`undo`]. Fails if another program uses DAMON.
 pub fn share(more: usize) -> io::Result<()> {
     let _held = lock();
     take(1 + more as u64)?;
@@ -63,7 +58,6 @@ pub fn share(more: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes this number of kdamonds.
 fn take(threads: u64) -> io::Result<()> {
     let count: u32 = files::read(path("nr_kdamonds"))?.parse().unwrap_or(u32::MAX);
     if count != 0 {
@@ -112,10 +106,7 @@ fn stop(note: &str) {
 }
 
 impl Damon {
-    /// Takes a kdamond.
-    ///
-    /// # Errors
-    /// The kernel has no DAMON that can do it, or another program uses it.
+    /// Takes a kdamond. Fails if the kernel's DAMON lacks a needed feature, or another program uses it.
     pub fn start() -> io::Result<Self> {
         if !SHARED.load(Ordering::Acquire) {
             undo();
@@ -127,7 +118,7 @@ impl Damon {
         let damon = Self { pages: (0, 0), spent: Duration::ZERO };
         let configured = damon.configure();
         drop(held);
-        // If it failed, all is put back when this is dropped.
+        // After an error, the drop restores all settings.
         configured.map(|()| damon)
     }
 
@@ -149,18 +140,12 @@ impl Damon {
         Ok(())
     }
 
-    /// Clears the idle flag of all of these pages that were accessed since it was set.
-    ///
-    /// # Errors
-    /// The kernel cannot do it, or another program has stopped DAMON.
+    /// Clears the idle flag of all pages accessed since it was set. Fails if another program has stopped DAMON.
     pub fn clear_idle_of_accessed(&mut self, pages: (u64, u64)) -> io::Result<()> {
         self.look(pages, &ACCESSED)
     }
 
-    /// Sets the idle flag of all of these pages.
-    ///
-    /// # Errors
-    /// As above.
+    /// Sets the idle flag of all of these pages. Fails like [`Self::clear_idle_of_accessed`].
     pub fn set_idle(&mut self, pages: (u64, u64)) -> io::Result<()> {
         self.look(pages, &NONE)
     }
@@ -179,7 +164,7 @@ impl Damon {
         files::write(path("0/state"), "on")?;
         let begun = wait_for_sleep();
         let began = Instant::now();
-        // It ends the interval, applies the scheme to all ranges, and returns when the thread has ended.
+        // The write ends the interval, applies the scheme to all ranges, and returns when the thread has ended.
         let ended = files::write(path("0/state"), "off");
         self.spent += began.elapsed();
         begun.and(ended)
@@ -188,10 +173,10 @@ impl Damon {
     fn set_pages(&mut self, (page, end): (u64, u64)) -> io::Result<()> {
         self.pages = (0, 0);
         let starts: Vec<u64> = (page..end).step_by(RANGE as usize).collect();
-        // With this many of them at least, none is joined; with no more than twice as many, none is split.
+        // With at least this minimum, DAMON joins no ranges; with at most twice the number as maximum, it splits none.
         let count = starts.len().max(3);
         for bound in ["max", "min"] {
-            // The kernel checks them when it is switched on.
+            // The kernel checks the bounds when DAMON is switched on.
             files::write(path(&format!("0/contexts/0/monitoring_attrs/nr_regions/{bound}")), count)?;
         }
         let regions = "0/contexts/0/targets/0/regions";
@@ -204,13 +189,13 @@ impl Damon {
         Ok(())
     }
 
-    /// Returns the CPU time of DAMON's threads so far, in microseconds: of looks, from begin to end.
+    /// Returns the CPU time of DAMON's threads so far, in microseconds: the time of all looks, from begin to end.
     pub fn cpu_us(&self) -> u64 {
         self.spent.as_micros() as u64
     }
 }
 
-/// Waits until the kdamond sleeps in its first interval: one that is told to end before that applies no scheme.
+/// Waits until the kdamond sleeps in its first interval: a kdamond that is told to end earlier applies no scheme.
 fn wait_for_sleep() -> io::Result<()> {
     let pid = files::read(path("0/pid"))?;
     let began = Instant::now();
@@ -226,7 +211,7 @@ fn wait_for_sleep() -> io::Result<()> {
 
 impl Drop for Damon {
     fn drop(&mut self) {
-        // With tiering they go when that ends.
+        // Kdamonds that are shared with tiering end with tiering.
         if !SHARED.load(Ordering::Acquire) {
             undo();
         }

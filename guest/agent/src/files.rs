@@ -1,7 +1,6 @@
 //! The kernel's files, and the signals that end the agent.
 //!
-//! Promise: an error says which file it is about. Before the agent ends by a signal, it restores the settings that it
-//! changed.
+//! Promise: an error names its file. Before the agent ends by a signal, it restores the settings that it changed.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +9,6 @@ pub use ballast_tier::kernel_files::{read, write};
 
 static ENDS: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether the agent must end.
 pub fn ends() -> bool {
     ENDS.load(Ordering::Acquire)
 }
@@ -39,7 +37,6 @@ pub fn number_after(text: &str, name: &str) -> Option<u64> {
     rest.trim_start_matches([':', ' ', '\t']).split_whitespace().next()?.parse().ok()
 }
 
-/// Last error of a system call of `libc`.
 pub fn last_error<T>(what: &str) -> io::Result<T> {
     let error = io::Error::last_os_error();
     Err(io::Error::new(error.kind(), format!("{what}: {error}")))

@@ -1,14 +1,13 @@
-//! For how long each page was not accessed, and how soon it is likely to be.
+//! Looks: the time for which each page was not accessed, and the chance that it is accessed soon.
 //!
-//! Before: the host wants reports, and DAMON (`damon`) can look at each page of a range. After: every page of memory
-//! that somebody could access has an age and an interval, from looks at all of it, one after the other, and by these
-//! a heat (`reuse`).
-//! Units: pages; two bytes each. Promise: an age is never longer than the time in which the page was not accessed, but
-//! for accesses while a look was being taken: some milliseconds for a GiB, of seconds.
+//! Before: the host wants reports, and DAMON (`damon`) can look at each page of a range. After: every page that a
+//! program could access has an age and an interval, from looks at all memory in turn, and so a heat (`reuse`).
+//! Units: pages; two bytes each. Promise: an age is never longer than the time in which the page was not accessed,
+//! except for accesses during a look: of the seconds between two looks, some milliseconds for each GiB.
 //!
-//! A look has the kernel clear the idle flag of every page that was accessed, reads the flags, and has it set all flags
-//! again: what is idle at the next look was not accessed between the two. Memory is looked at in parts, so that one
-//! look is short however large the guest is.
+//! A look has the kernel clear the idle flag of every page that was accessed, reads the flags, and has the kernel set
+//! all flags again: a page that is idle at the next look was not accessed between the two. Memory is looked at in
+//! parts, so that one look is short however large the guest is.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -25,33 +24,30 @@ use crate::setting::Setting;
 
 /// Largest part: 4 GiB.
 const PART: u64 = 1 << 20;
-/// Looks at a part that are further apart than this do not tell the order in which a program goes through its memory
-/// once a minute.
+/// Looks at a part further apart than this do not show the order in which a program goes through its memory.
 const FAR_APART: Duration = Duration::from_secs(20);
 /// Time without an access after which a page is cold, unless it is likely to be accessed soon.
 const COLD_AFTER: Duration = Duration::from_secs(10);
-/// The chance of an access is told in steps of the square root of 1/2, down to this one. A page is due before this one:
-/// the chance is more than 1/2.
+/// The chance of an access is expressed in steps of the square root of 1/2, up to this number. A page with fewer steps
+/// than `DUE` is due: the chance is more than 1/2.
 const STEPS: u8 = 15;
 const DUE: u8 = 2;
-/// State of a page: unknown, or 1 more than its age in looks: 0 if it was accessed until the last one.
+/// State of a page of unknown age. A known state is 1 more than the age in looks; age 0: accessed until the last look.
 const UNKNOWN: u8 = 0;
 
-/// Heat of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Heat {
-    /// As the host is told.
     pub level: u8,
     /// Order within the level, the coldest first.
     pub rank: u8,
 }
 
 impl Heat {
-    /// A page of which nobody can see whether it is used. Of the 66 MiB that a Linux of 320 MiB has for itself, a sixth
-    /// was used within a minute.
+    /// Heat of a page whose accesses cannot be seen. Of the 66 MiB that Linux has for itself in a guest of 320 MiB, a
+    /// sixth was accessed within a minute.
     pub const UNKNOWN: Self = Self { level: COLD, rank: STEPS - 5 };
 
-    /// A page that was not accessed for this long, and is accessed soon with this chance.
+    /// The heat of a page that was not accessed for the time `idle`, and is accessed soon with this chance.
     fn of(idle: Duration, chance: f32) -> Self {
         let steps = (-2.0 * chance.log2()).clamp(0.0, STEPS.into()) as u8;
         match idle >= COLD_AFTER && steps >= DUE {
@@ -61,15 +57,14 @@ impl Heat {
     }
 }
 
-/// A part of memory.
 #[derive(Debug)]
 struct Part {
     pages: (u64, u64),
-    /// The state of each page, and the interval between its accesses in steps; 0 is unknown. A longer one counts at
-    /// once, shorter ones by and by: what is used all the time is now and then not seen in a look.
+    /// The state of each page, and the interval between its accesses in steps; 0 is unknown. A longer interval counts
+    /// at once, a shorter one by and by: a look may miss the access of a page that is used all the time.
     states: Vec<u8>,
     intervals: Vec<u8>,
-    /// The ends of the last looks, the newest first: all of it was idle then.
+    /// The ends of the last looks, the newest first. At the end of a look, all of the part's pages are idle.
     ends: VecDeque<Instant>,
     reuse: Reuse,
 }
@@ -92,13 +87,11 @@ impl Part {
         self.ends.front().is_none_or(|end| now.saturating_duration_since(*end) >= STEP)
     }
 
-    /// A look begins, which ends at this time or later.
     fn began(&mut self, now: Instant) {
         self.ends.push_front(now);
         self.ends.truncate(AGES + 1);
     }
 
-    /// The look found a page with these flags.
     fn saw(&mut self, page: u64, flags: u64) {
         let at = (page - self.pages.0) as usize;
         let (state, interval) = (&mut self.states[at], &mut self.intervals[at]);
@@ -117,17 +110,16 @@ impl Part {
         *state = if is_accessed { 1 } else { (*state).max(1).saturating_add(1) };
     }
 
-    /// The look has found all pages.
     fn learn(&mut self) {
         self.reuse.learn(|looks| ages(&self.ends, looks));
     }
 
-    /// Returns the heat for each class of intervals and each state but the unknown one.
+    /// Returns the heat for each class of intervals and each known state.
     fn heats(&self, now: Instant) -> Vec<[Heat; AGES]> {
         let last = self.ends.front().copied().unwrap_or(now);
         let since: [Instant; AGES] =
             std::array::from_fn(|age| self.ends.get(age).or(self.ends.back()).copied().unwrap_or(now));
-        // Nobody knows what was accessed since the last look, however long that is ago.
+        // Accesses since the last look are unknown, however long ago the look was.
         let heat = |since: Instant, chances: &[f32; AGES]| {
             let age = steps(now.saturating_duration_since(since)).min(AGES - 1);
             Heat::of(last.saturating_duration_since(since), chances[age])
@@ -136,7 +128,7 @@ impl Part {
         self.reuse.chances().into_iter().map(of).collect()
     }
 
-    /// Returns the heat of a page; `None`: nothing is known. It may have been accessed since the last look.
+    /// Returns the heat of a page; `None`: nothing is known of it. `is_accessed`: it was accessed since the last look.
     fn heat(&self, heats: &[[Heat; AGES]], page: u64, is_accessed: bool) -> Option<Heat> {
         let at = (page - self.pages.0) as usize;
         let age = usize::from(self.states[at].checked_sub(1)?);
@@ -148,8 +140,8 @@ fn steps(time: Duration) -> usize {
     (time.as_secs() / STEP.as_secs()) as usize
 }
 
-/// Ages, in steps, from the look before the last one to the last one, of a page that was accessed this number of looks
-/// before. `ends` are those of the looks, the newest first.
+/// Returns the ages, in steps, that a page had between the last two looks, if it was accessed this number of looks
+/// before. `ends` are the ends of the looks, the newest first.
 fn ages(ends: &VecDeque<Instant>, looks: usize) -> Range<usize> {
     let [Some(last), Some(before), Some(accessed)] = [0, 1, looks + 1].map(|look| ends.get(look).or(ends.back()))
     else {
@@ -159,27 +151,25 @@ fn ages(ends: &VecDeque<Instant>, looks: usize) -> Range<usize> {
     age(before)..age(last).max(age(before) + 1)
 }
 
-/// All memory, and the means to look at it.
+/// All memory, and DAMON, which looks at it.
 #[derive(Debug)]
 pub struct Looks {
     damon: Damon,
-    /// Until the last look.
+    /// MGLRU stays off while looks are taken.
     _no_mglru: Setting,
     parts: Vec<Part>,
-    /// The part to be looked at next, and when, at the earliest.
+    /// The part to be looked at next, and the earliest time for it.
     turn: usize,
     next: Instant,
-    /// Least time between two looks at any.
+    /// Least time between two looks at any parts.
     pause: Duration,
     /// Time in which the kernel looked, or was waited for.
     spent: Duration,
 }
 
 impl Looks {
-    /// Begins to look at this memory, in ranges of pages, with this pause between two looks at least.
-    ///
-    /// # Errors
-    /// The kernel has no DAMON that can do it, or another program uses it.
+    /// Begins to look at this memory, in ranges of pages, with at least this pause between two looks. Fails if the
+    /// kernel's DAMON lacks a needed feature, or another program uses it.
     pub fn start(ram: &[(u64, u64)], pause: Duration) -> io::Result<Self> {
         let damon = Damon::start()?;
         Ok(Self {
@@ -193,32 +183,29 @@ impl Looks {
         })
     }
 
-    /// The memory is another, in ranges of pages: some was plugged, or removed. What is known of the rest stays.
+    /// Sets the ranges of pages that are RAM, after some was plugged or removed. Knowledge of unchanged parts stays.
     pub fn set_ram(&mut self, ram: &[(u64, u64)]) {
         self.parts = with_ram(std::mem::take(&mut self.parts), ram);
         self.turn = 0;
     }
 
-    /// Returns the CPU time that the kernel spent for it so far, or somewhat more, in microseconds.
+    /// Returns the CPU time that the kernel spent on looks so far, or somewhat more, in microseconds.
     pub fn cpu_us(&self) -> u64 {
         self.damon.cpu_us()
     }
 
-    /// Returns the longest time between two looks at a part, if it is so long that circles are not seen.
+    /// Returns the longest time between two looks at a part, if it is too long to see the order of accesses in a loop.
     pub fn far_apart(&self, now: Instant) -> Option<Duration> {
         self.parts.iter().map(|part| part.apart(now)).max().filter(|apart| *apart > FAR_APART)
     }
 
-    /// Returns the time so far in which the kernel looked, or was waited for.
     pub fn spent(&self) -> Duration {
         self.spent
     }
 
-    /// Calls a function with each page, its flags and its heat, ascending, and another one after each part. Looks at
-    /// one part, if it is due. A page that was restored since a look was accessed since then.
-    ///
-    /// # Errors
-    /// The flags cannot be read, or another program has stopped DAMON.
+    /// Calls a function with each page, its flags and its heat, ascending, and another function after each part. Looks
+    /// at one part, if it is due. A page that was restored since a look was accessed since then. Fails if the flags
+    /// cannot be read, or another program has stopped DAMON.
     pub fn each(
         &mut self,
         flags: &Flags,
@@ -232,7 +219,7 @@ impl Looks {
         let cpu_us = self.damon.cpu_us();
         for (number, part) in self.parts.iter_mut().enumerate() {
             let looks = is_due && number == turn;
-            // The first time there is nothing to compare with.
+            // The first look has nothing to compare with.
             let counts = looks && !part.ends.is_empty();
             if looks {
                 part.began(now);
@@ -248,7 +235,7 @@ impl Looks {
                 if counts {
                     part.saw(page, flags);
                 }
-                // Reading or writing a file clears the flag at once.
+                // Reading or writing a file clears the idle flag at once.
                 let is_accessed = !counts && (!memory::is_idle(flags) || was_restored_since(page, last));
                 tell(page, flags, part.heat(&heats, page, is_accessed));
             })?;
@@ -272,13 +259,12 @@ impl Looks {
     }
 }
 
-/// Returns the parts of this memory, as these are where they are parts of it.
+/// Divides this memory into parts, and keeps those that are known already.
 fn with_ram(known: Vec<Part>, ram: &[(u64, u64)]) -> Vec<Part> {
     let mut known: HashMap<(u64, u64), Part> = known.into_iter().map(|part| (part.pages, part)).collect();
     parts(ram).map(|pages| known.remove(&pages).unwrap_or_else(|| Part::new(pages))).collect()
 }
 
-/// Returns the parts of this memory, in ranges of pages.
 pub fn parts(ram: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> {
     let of = |(page, end): &(u64, u64)| {
         let end = *end;
@@ -310,7 +296,6 @@ mod tests {
         assert_eq!((now[0].states[3], &now[1].states), (7, &Part::new((64, 80)).states));
     }
 
-    /// A part of one page after looks with these flags, and the time.
     fn after(looks: impl Iterator<Item = u64>) -> (Part, Instant) {
         let (mut part, mut now) = (Part::new((7, 8)), Instant::now());
         for flags in looks {
@@ -358,7 +343,7 @@ mod tests {
         let mut part = Part::new((0, 130));
         let start = Instant::now();
         let now = |look: u64| start + STEP * look as u32;
-        // Ten pages in each look, and all in thirteen; each stands for many.
+        // Each look finds ten of 130 pages accessed, so each page is accessed in every 13th look.
         for look in 0..200 {
             part.began(now(look));
             for page in 0..130 {
@@ -367,7 +352,7 @@ mod tests {
             part.learn();
         }
         let heats = part.heats(now(199));
-        // The last look was at the pages from 40 on.
+        // The last look found the pages from 40 to 49 accessed.
         let heat = |page| part.heat(&heats, page, false).expect("known");
         assert_eq!([40, 20, 50].map(|page| heat(page).level == COLD), [false, true, false], "{:?}", heat(50));
         assert!(heat(20) < heat(0) && heat(0) < heat(110) && heat(110) < heat(50), "{:?}", [20, 0, 110, 50].map(heat));

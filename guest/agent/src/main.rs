@@ -14,19 +14,19 @@
 //! | File | What |
 //! |---|---|
 //! | `port` | the virtio-serial port: bytes from and to the host |
-//! | `session` | what the host says, and what it is told: the loop around all else |
+//! | `session` | the conversation with the host: the main loop |
 //! | `look` | for how long each page was not accessed |
 //! | `damon` | the kernel's access monitor, which is asked for each page |
-//! | `setting` | settings of the kernel that are others meanwhile |
+//! | `setting` | settings of the kernel that the agent changes, and restores |
 //! | `memory` | where RAM is, and what each page of it holds (`/proc/kpageflags`) |
-//! | `report` | both together: runs of pages, the cheapest to lose first |
+//! | `report` | ages and contents together: runs of pages, the cheapest to lose first |
 //! | `owned` | memory of the agent's own, on a node, whose guest-physical pages are known and stay (`pin`) |
-//! | `pace` | how often it tries, and how much of a CPU it takes |
-//! | `prove` | pages with the host's nonce in them: where the host sees what the guest sees |
+//! | `pace` | the agent's pauses, and its share of a CPU |
+//! | `prove` | pages with the host's nonce, by which the host finds the guest's pages |
 //! | `balloon` | memory held for the host, page by page, by node |
-//! | `vital` | how the guest is: free memory, stall, nodes |
+//! | `vital` | the guest's state: free memory, stall, nodes |
 //! | `services` | kernel threads that touch far pages, tuned |
-//! | `restores` | how many of the restored pages they touched, and no program |
+//! | `restores` | how many of the restored pages the kernel's threads touched, and no program |
 //! | `tiering` | which memory of the guest's programs is on which node: a crate of its own, called from here |
 
 mod balloon;
@@ -68,10 +68,9 @@ Options:
   -V, --version     Print the version
 ";
 
-/// Each needs a kdamond.
+/// Each program needs a kdamond.
 const MOST_PROGRAMS: u64 = 32;
 
-/// The command line.
 #[derive(Debug, Default)]
 struct Options {
     port: Option<String>,
@@ -125,7 +124,7 @@ fn main() -> ExitCode {
         };
         let mut ended = session::run(options.port.as_deref(), tiering.as_ref());
         if let Some(tiering) = tiering {
-            // It needs no host.
+            // Tiering goes on without a host.
             while let Err(error) = &ended
                 && !files::ends()
             {

@@ -1,10 +1,10 @@
-//! Where RAM is, and what each page of it holds.
+//! The ranges of RAM, and the content of each page.
 //!
 //! Before: /proc/iomem and /proc/kpageflags. After: ranges of pages, and a class for each page.
 //! Units: pages, by guest-physical address; a flag word each.
-//! Promise: memory that must not be read or is locked has no class. What the kernel uses for itself is
-//! [`Kind::Other`]: nothing here shows whether it is used. Page tables, and what it took at boot except for its own
-//! code and data, are not to be told ([`is_in_use`]).
+//! Promise: memory that must not be read or is locked has no class. Memory that the kernel uses for itself is
+//! [`Kind::Other`]: nothing here shows whether it is accessed. Page tables, and memory that the kernel took at boot
+//! except for its code and data, must not be reported ([`is_in_use`]).
 
 use std::fs::File;
 use std::io;
@@ -19,12 +19,11 @@ pub fn ram() -> io::Result<Vec<(u64, u64)>> {
     Ok(system_ram(&files::read("/proc/iomem")?))
 }
 
-/// Returns those of the kernel's own code and data.
 pub fn image() -> io::Result<Vec<(u64, u64)>> {
     Ok(kernel_image(&files::read("/proc/iomem")?))
 }
 
-/// Returns the first and the last byte of a line of /proc/iomem, and what is there.
+/// Returns the first byte, the last byte and the name in a line of /proc/iomem.
 fn bytes(line: &str) -> Option<(u64, u64, &str)> {
     let (place, what) = line.split_once(" : ")?;
     let (first, last) = place.split_once('-')?;
@@ -34,8 +33,8 @@ fn bytes(line: &str) -> Option<(u64, u64, &str)> {
 
 fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
     let range = |line: &str| {
-        // Of a device that has memory, it is indented: `System RAM (virtio_mem)`. Parts of RAM have other names.
-        // Addresses are zero for a process without the permission.
+        // The line of a memory device is indented: `System RAM (virtio_mem)`. Parts of RAM have other names. Addresses
+        // are zero for a process without the permission.
         let (first, last, _) = bytes(line.trim_start()).filter(|(_, _, what)| what.starts_with("System RAM"))?;
         let (page, end) = (first.div_ceil(4096), (last + 1) / 4096);
         (page < end).then_some((page, end))
@@ -67,11 +66,10 @@ pub(crate) const THP: u64 = 1 << 22;
 const OFFLINE: u64 = 1 << 23;
 const IDLE: u64 = 1 << 25;
 pub(crate) const PAGE_TABLE: u64 = 1 << 26;
-/// Taken before there was an allocator, and never returned to it.
+/// The page was taken before there was an allocator, and never returned to it.
 pub(crate) const RESERVED: u64 = 1 << 32;
 
-/// Returns the content of a page, if it is reported. `head` is the class of the last page that is no tail of a compound
-/// page.
+/// Returns the content of a page, if it is reported. `head` is the class of the last page that is no compound tail.
 pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
     const NEVER: u64 = NO_PAGE | POISONED | OFFLINE | HUGETLB;
     if flags & NEVER != 0 {
@@ -89,7 +87,7 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         return None;
     }
     if flags & LRU == 0 {
-        // A program's page that was just touched is on its way to the list, or another one is being moved.
+        // A program's page that was just touched is not yet on the list, and a page that is being moved is not on it.
         return (flags & (ANON | SWAP_BACKED) == 0).then_some(Kind::Other);
     }
     Some(match flags {
@@ -99,47 +97,39 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
     })
 }
 
-/// Is it a part of a huge page that the kernel made by itself?
+/// Returns whether the page is part of a huge page that the kernel made by itself.
 pub fn is_huge(flags: u64) -> bool {
     flags & THP != 0
 }
 
-/// Is it memory of the kernel that is used at any time: a page table, or what it took at boot? Most of that is a record
-/// for each page of RAM, 1.6 % of it, all of which is read when flags are. `image`: its code and data are here, and are
-/// not meant.
+/// Returns whether the page is memory of the kernel that is used at any time: a page table, or memory that was taken at
+/// boot. Most of the latter are the records of all pages of RAM, 1.6 % of it, and reading the flags reads all of them.
+/// `image`: the kernel's code and data, which are taken at boot, but do not count.
 pub fn is_in_use(page: u64, flags: u64, image: &[(u64, u64)]) -> bool {
     let is_in_image = || image.iter().any(|(first, end)| (*first..*end).contains(&page));
     flags & PAGE_TABLE != 0 || flags & RESERVED != 0 && !is_in_image()
 }
 
-/// Was it not accessed since its idle flag was set?
 pub fn is_idle(flags: u64) -> bool {
     flags & IDLE != 0
 }
 
-/// Is it memory of a program or of a file, which somebody may access?
+/// Returns whether the page is memory of a program or of a file.
 pub fn is_on_lru(flags: u64) -> bool {
     flags & LRU != 0
 }
 
-/// /proc/kpageflags.
 #[derive(Debug)]
 pub struct Flags(File);
 
 impl Flags {
-    /// Opens the file.
-    ///
-    /// # Errors
-    /// This user may not read it, or the kernel has none.
+    /// Fails if this user may not read the file, or the kernel has none.
     pub fn open() -> io::Result<Self> {
         let file = File::open("/proc/kpageflags");
         file.map(Self).map_err(|error| io::Error::new(error.kind(), format!("opening /proc/kpageflags: {error}")))
     }
 
     /// Calls a function with each page of this range and its flags.
-    ///
-    /// # Errors
-    /// It cannot be read.
     pub fn each(&self, range: (u64, u64), mut tell: impl FnMut(u64, u64)) -> io::Result<()> {
         const AT_ONCE: u64 = 4096;
         let mut bytes = vec![0; AT_ONCE as usize * 8];

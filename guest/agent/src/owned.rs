@@ -1,7 +1,7 @@
 //! Memory of the agent's own, on a node, whose guest-physical pages are known.
 //!
 //! Before: pages of a node are wanted. After: this process has them, filled and locked, and knows their numbers.
-//! Units: bytes of whole pages. Promise: the memory is the guest's again when this is dropped, or the process ends.
+//! Units: bytes of whole pages. Promise: the guest has the memory back when this is dropped, or the process ends.
 
 use std::io;
 
@@ -11,7 +11,6 @@ use ballast_sys::Remote;
 
 use crate::files::last_error;
 
-/// Memory that the agent holds.
 #[derive(Debug)]
 pub struct Owned {
     start: *mut u8,
@@ -21,10 +20,7 @@ pub struct Owned {
 }
 
 impl Owned {
-    /// Takes this number of pages of a node, or of any.
-    ///
-    /// # Errors
-    /// The node has no more, or the kernel does not lock them.
+    /// Takes this number of pages of a node, or of any. Fails if the node has no more, or they cannot be locked.
     pub fn new(pages: usize, node: Option<u32>) -> io::Result<Self> {
         let len = pages * PAGE_SIZE;
         // From 2 MiB on it may be a huge page, which needs alignment.
@@ -58,29 +54,23 @@ impl Owned {
         Ok(owned)
     }
 
-    /// Returns its address in this process, and its length.
+    /// Returns the address in this process, and the length.
     pub fn place(&self) -> (usize, usize) {
         (self.start as usize, self.len)
     }
 
-    /// Returns the number of pages.
     pub fn pages(&self) -> u64 {
         (self.len / PAGE_SIZE) as u64
     }
 
-    /// Writes at the beginning of one of its pages.
-    ///
-    /// # Panics
-    /// If it has no such page.
+    /// Writes at the beginning of one of its pages. Panics if it has no such page.
     pub fn write(&mut self, page: usize, bytes: &[u8]) {
         assert!(page * PAGE_SIZE + bytes.len() <= self.len);
         // SAFETY: inside the mapping, which no other code uses.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(page * PAGE_SIZE), bytes.len()) };
     }
 
-    /// Returns their guest-physical page numbers, in the order of their addresses here.
-    ///
-    /// # Errors This user may not read them.
+    /// Returns the guest-physical page numbers, by the pages' addresses here. Fails if this user may not read them.
     pub fn frames(&self) -> io::Result<Vec<u64>> {
         let mut found = vec![None; self.len / PAGE_SIZE];
         Remote::open(std::process::id())?.physical(Hva(self.start as u64), &mut found)?;
@@ -88,10 +78,7 @@ impl Owned {
         frames.ok_or_else(|| io::Error::new(io::ErrorKind::PermissionDenied, "/proc/self/pagemap hides pages"))
     }
 
-    /// Returns the same as runs, ascending.
-    ///
-    /// # Errors
-    /// As above.
+    /// Returns the guest-physical pages as runs, ascending. Fails like [`Self::frames`].
     pub fn runs(&self) -> io::Result<Vec<Run>> {
         let mut frames = self.frames()?;
         frames.sort_unstable();

@@ -1,9 +1,8 @@
-//! How often the agent tries, and how much of a CPU it takes.
+//! The agent's pauses, and its share of a CPU.
 
 use std::time::Duration;
 
-/// What is not there (the port, DAMON, a second tier) is looked for again after this time. Beside tiering, two
-/// looks at memory are as far apart.
+/// A missing port, DAMON or second tier is looked for this often. With tiering, two looks at memory are this far apart.
 pub const AGAIN: Duration = Duration::from_secs(30);
 /// Reports take at most 1/N of a CPU here, and looks as much in the kernel.
 pub const CPU_PART: u32 = 20;

@@ -26,10 +26,7 @@ fn doing<T>(what: &str, done: io::Result<T>) -> io::Result<T> {
 }
 
 impl Pins {
-    /// An empty table.
-    ///
-    /// # Errors
-    /// The kernel has no io_uring (or it is switched off), or is older than 5.19.
+    /// An empty table. Fails if the kernel has no io_uring (or it is switched off), or is older than 5.19.
     pub fn new() -> io::Result<Self> {
         let ring = doing("making an io_uring to pin memory by", IoUring::new(1))?;
         doing("pinning memory by io_uring", ring.submitter().register_buffers_sparse(MOST))?;
@@ -37,9 +34,6 @@ impl Pins {
     }
 
     /// Pins this memory at this index of the table; a length of zero unpins the memory there.
-    ///
-    /// # Errors
-    /// The kernel does not pin it.
     pub fn set(&self, slot: u32, start: usize, len: usize) -> io::Result<()> {
         let buffer = libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len };
         // SAFETY: no operation on the buffer is ever submitted, so the kernel neither reads nor writes it.

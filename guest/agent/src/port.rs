@@ -18,16 +18,14 @@ use crate::files;
 /// Most bytes that the host has not taken yet: reports and ticks beyond this are dropped.
 const BEHIND: usize = 512 << 10;
 
-/// The port.
 #[derive(Debug)]
 pub struct Port {
     file: File,
-    /// Bytes that the host has not taken yet.
     out: Vec<u8>,
     sent: usize,
 }
 
-/// Finds our port in sysfs, which has its name without udev.
+/// Finds our port in sysfs, which has the port's name even without udev.
 fn find() -> io::Result<PathBuf> {
     let class = fs::read_dir("/sys/class/virtio-ports");
     let ports = class.map_err(|error| io::Error::new(error.kind(), format!("no virtio-serial port: {error}")))?;
@@ -40,9 +38,7 @@ fn find() -> io::Result<PathBuf> {
 }
 
 impl Port {
-    /// Opens the port.
-    ///
-    /// # Errors There is none, or another process has it open.
+    /// Fails if there is no port, or another process has it open.
     pub fn open(path: Option<&str>) -> io::Result<Self> {
         let path = path.map_or_else(find, |path| Ok(path.into()))?;
         let open = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path);
@@ -51,10 +47,8 @@ impl Port {
         Ok(Self { file, out: Vec::new(), sent: 0 })
     }
 
-    /// Waits until the host has sent bytes or takes some, at most for this time. Returns whether it listens.
-    ///
-    /// # Errors
-    /// The port is gone.
+    /// Waits until the host sends or takes bytes, at most for this time. Returns whether it listens. Fails without a
+    /// port.
     pub fn wait(&self, timeout: Duration) -> io::Result<bool> {
         let out = if self.out.is_empty() { 0 } else { libc::POLLOUT };
         let mut fd = libc::pollfd { fd: self.file.as_raw_fd(), events: libc::POLLIN | out, revents: 0 };
@@ -70,10 +64,7 @@ impl Port {
         Ok(fd.revents & libc::POLLHUP == 0)
     }
 
-    /// Reads bytes from the host; returns 0 if there are none.
-    ///
-    /// # Errors
-    /// The port is gone.
+    /// Reads bytes from the host; returns 0 if there are none. Fails if the port is gone.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self.file.read(buffer) {
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
@@ -81,7 +72,7 @@ impl Port {
         }
     }
 
-    /// Are more than [`BEHIND`] bytes unread, so that reports and ticks are to be dropped?
+    /// Returns whether the host has more than [`BEHIND`] bytes to read, so that reports and ticks must be dropped.
     pub fn is_behind(&self) -> bool {
         self.out.len() - self.sent > BEHIND
     }
@@ -99,10 +90,7 @@ impl Port {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Writes as much as the host takes now.
-    ///
-    /// # Errors
-    /// The port is gone.
+    /// Writes as much as the host takes now. Fails if the port is gone.
     pub fn flush(&mut self) -> io::Result<()> {
         while self.sent < self.out.len() {
             // The driver copies a write into one buffer.

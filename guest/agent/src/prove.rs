@@ -1,9 +1,9 @@
-//! Proof that host and guest mean the same page by a number: a page of the agent's with the host's nonce in it.
+//! Proof that a number names one page on host and guest: the agent writes the host's nonce into its own page.
 //!
 //! Before: the host names pieces of guest-physical memory and a nonce. After: in as many pieces as possible there is a
-//! page that begins with the nonce, and the host is told which.
-//! Promise: it takes little memory, and for a moment only. A piece in which the kernel gives no page is left out, and
-//! the host asks again.
+//! page that begins with the nonce, and the host knows which page it is.
+//! Promise: the proof takes little memory, and for a moment only. A piece in which the kernel gives no page is left
+//! out, and the host asks again.
 
 use ballast_messages::Run;
 use ballast_messages::message::NONCE;
@@ -20,7 +20,7 @@ const TRIES: usize = 64;
 pub struct Proof(Vec<Owned>);
 
 impl Proof {
-    /// Finds pages in these pieces. Returns at most one for each piece.
+    /// Finds pages of the agent in these pieces, at most one for each, and writes the nonce into them.
     pub fn find(&mut self, nonce: &[u8; NONCE], pieces: &[Run]) -> Vec<Run> {
         self.0.clear();
         let mut open = pieces.to_vec();

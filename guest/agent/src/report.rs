@@ -1,14 +1,14 @@
-//! A report: runs of pages, what is in them and how hot they are.
+//! A report: runs of pages, with their content and their heat.
 //!
-//! Before: `look` says how hot each page is, `memory` what it holds. After: a bounded number of runs, the
-//! cheapest to lose first within each level: free ones, then those that are least likely to be accessed soon.
-//! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
+//! Before: `look` says how hot each page is, `memory` what it holds. After: a bounded number of runs, the cheapest to
+//! lose first within each level: free pages, then those that are least likely to be accessed soon.
+//! Units: pages. Promise: no page is in two runs. A reserve of free memory is never reported, so that the guest's next
 //! allocations find pages that the host has.
 //!
-//! Nothing in the guest shows whether the kernel's own memory (slab, stacks, text) is used: looks do not see
-//! accesses to it. Most of it is not used. So it counts as cold, behind what is less likely to be accessed than one
-//! page of it in six; a page of it that was restored is warm, for twice as long each time. Page tables, and what it
-//! took at boot except for its code and data, are not told: they are used at any time.
+//! Nothing in the guest shows whether the kernel's own memory (slab, stacks, text) is used: looks do not see accesses
+//! to it. Most of it is not used, so it counts as cold, with a chance of access of one in six. A page of it counts as
+//! warm for some time after it was restored. Page tables, and memory that the kernel took at boot except for its code
+//! and data, are not reported: they are used at any time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -25,9 +25,8 @@ pub const MOST_RUNS: usize = 16 << 10;
 const FREE_MOST: u64 = 100 << 8;
 /// Free memory in shorter runs than this is soon allocated again.
 const FREE_RUN: u32 = 16;
-/// How long memory of the kernel counts as warm when it was restored.
+/// Time for which restored memory of the kernel counts as warm.
 const BACK: Duration = Duration::from_secs(600);
-/// Restored pages that are remembered.
 const BACK_MOST: usize = 64 << 10;
 
 /// Heat of a free page, and of memory of the kernel that was restored.
@@ -39,7 +38,6 @@ const RESTORED: Heat = Heat { level: HOTTEST / 2, rank: 0 };
 pub struct Back(HashMap<u64, Instant>);
 
 impl Back {
-    /// Records that these were restored now.
     pub fn add(&mut self, run: &Run, now: Instant) {
         if self.0.len() + run.count as usize > BACK_MOST {
             self.0.retain(|_, at| now.saturating_duration_since(*at) < BACK);
@@ -51,21 +49,18 @@ impl Back {
         }
     }
 
-    /// Was the page restored after this time?
     pub fn is_since(&self, page: u64, time: Instant) -> bool {
         !self.0.is_empty() && self.0.get(&page).is_some_and(|at| *at > time)
     }
 
-    /// Is a page warm because it was restored, if nothing else tells?
+    /// Returns whether the page counts as warm because it was restored, if nothing else is known of it.
     fn is_warm(&self, page: u64, now: Instant) -> bool {
         !self.0.is_empty() && self.0.get(&page).is_some_and(|at| now.saturating_duration_since(*at) < BACK)
     }
 }
 
-/// A report in the making.
 #[derive(Debug, Default)]
 pub struct Sorting<'a> {
-    /// With the rank of each.
     runs: Vec<(u8, Run)>,
     head: Option<Kind>,
     image: &'a [(u64, u64)],
@@ -112,7 +107,7 @@ impl<'a> Sorting<'a> {
         of_nobody.retain(|run| run.count > 0);
         of_nobody.truncate(most / 2);
         let most = most - of_nobody.len();
-        // Those of which nothing is known have the room that others leave.
+        // Runs of unknown heat get the room that the others leave.
         let (mut unknown, mut runs): (Vec<_>, Vec<_>) = runs.into_iter().partition(|(_, run)| run.kind == Kind::Other);
         longest(&mut runs, most);
         longest(&mut unknown, most - runs.len());

@@ -1,31 +1,29 @@
-//! How many restores khugepaged and compaction of the guest's kernel have caused, and not its programs.
+//! Restores that khugepaged and compaction of the guest's kernel have caused, and not its programs.
 //!
-//! Before: the host says once a second which pages were restored. After: it is known about how many of them these two
-//! touched.
-//! Units: pages. Promise: flags are read of restored pages alone. No more restores are attributed than pages that the
-//! two copied meanwhile by the kernel's counters.
+//! Before: the host says once a second which pages were restored. After: how many of them the two touched is estimated.
+//! Units: pages. Promise: flags are read of restored pages alone. The attributed restores are at most as many as the
+//! pages that the two copied in this time by the kernel's counters.
 //!
-//! khugepaged reads the pages that it merges, which are free then, and writes a huge page. Compaction reads the pages
-//! that it moves, which are free then, too; the places that it writes look like any others. A page that a program reads
-//! and then frees at that moment is counted as well, if one of them worked meanwhile.
+//! khugepaged reads the pages that it merges, which are free afterwards, and writes a huge page. Compaction reads the
+//! pages that it moves, which are free afterwards, too; the pages that it writes look like any others. If one of the
+//! two worked at this time, a page that a program read and then freed is counted as well.
 
 use ballast_base::PAGES_PER_UNIT;
 use ballast_messages::{Kind, Run};
 
 use crate::memory::{self, Flags};
 
-/// Restores that were attributed, and what they were attributed by.
 #[derive(Debug, Default)]
 pub struct Restores {
-    /// The pages that were copied until the last look; what that had grown by; and pages of that time and the one
-    /// before to which no restore is attributed.
+    /// Pages copied until the last look; by how much this number had grown then; and pages that were copied in this
+    /// time and the one before, and to which no restore is attributed.
     copied: Option<u64>,
     fresh: u64,
     left: u64,
     count: u64,
 }
 
-/// May one of the two have touched this page?
+/// Returns whether one of the two may have touched this page.
 fn is_theirs(flags: u64) -> bool {
     memory::is_huge(flags) || memory::class(flags, None) == Some(Kind::Free)
 }
@@ -42,14 +40,14 @@ impl Restores {
         self.attribute(found, stat);
     }
 
-    /// Once a tick: what services did before the last two looks is too long ago.
+    /// Called once a tick: copies from before the last two looks are too old for a restore.
     pub fn look(&mut self, stat: &str) {
         self.attribute(0, stat);
     }
 
     fn attribute(&mut self, found: u64, stat: &str) {
-        // Each is read where it was and written where it is. Compaction counts both; pages that are moved between nodes
-        // are not among them.
+        // A copied page is read in one place and written in another. The counter of compaction has both; it does not
+        // have pages that are moved between nodes.
         let copied = 2 * number(stat, "thp_collapse_alloc") * PAGES_PER_UNIT + number(stat, "compact_isolated");
         let before = self.copied.replace(copied).unwrap_or(copied);
         self.left = self.left.min(self.fresh);
@@ -60,13 +58,12 @@ impl Restores {
         self.count += taken;
     }
 
-    /// Returns how many they were since the agent's start.
+    /// Returns the number of attributed restores since the agent's start.
     pub fn count(&self) -> u64 {
         self.count
     }
 }
 
-/// The counter of this name in the text of /proc/vmstat.
 pub fn number(stat: &str, name: &str) -> u64 {
     let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.and_then(|number| number.parse().ok()).unwrap_or(0)

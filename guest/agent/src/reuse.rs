@@ -1,22 +1,22 @@
-//! How likely a page is to be accessed again soon: by what pages like it did before.
+//! The chance that a page is accessed again soon, learned from pages like it.
 //!
 //! Before: looks say which pages were accessed. After: for each class of pages and each time without an access, the
 //! chance that the next access comes before a wait of about half a minute is over.
 //! Units: pages, looks; times are steps of [`STEP`]. Promise: pure; the same looks give the same chances.
 //!
-//! The time since the last access alone does not tell: of a program that goes through its memory in a circle, what was
-//! not accessed for longest is next. So pages are in classes by the interval between their last accesses (which LIRS
-//! ranks by), and for each class it is learned which share of the pages that came to an age was accessed there (the hit
-//! densities of LHD, Beckmann et al., NSDI 2018). What pages of a class do in one look they often do together, so a
-//! look counts as one observation, of however many pages. Before there are any, the chance falls with interval and
-//! age. Looks are not equally far apart, so ages and intervals are times.
+//! The time since the last access is not enough: in a program that goes through its memory in a circle, the page that
+//! was not accessed for longest is next. So pages are in classes by the interval between their last accesses (by which
+//! LIRS ranks). For each class and age, the share of the pages of this age that is accessed is learned (the hit
+//! densities of LHD, Beckmann et al., NSDI 2018). Pages of a class are often accessed together in one look, so a look
+//! counts as one observation, of however many pages. Without an observation, the chance falls with interval and age.
+//! Looks are not equally far apart, so ages and intervals are times.
 
 use std::ops::Range;
 use std::time::Duration;
 
 /// A step of ages and intervals: looks are no closer than this.
 pub const STEP: Duration = Duration::from_secs(5);
-/// Ages that are told apart, in steps and in looks; a page stays at the last one.
+/// Number of ages, in steps and in looks; a page stays at the last one.
 pub const AGES: usize = 255;
 /// Classes of intervals: unknown, 1, 2, 3 to 4, 5 to 8 steps ...; more than 32.
 pub const CLASSES: usize = 8;
@@ -35,21 +35,21 @@ pub fn class(interval: u8) -> usize {
     }
 }
 
-/// The share of pages of a class and age that is accessed in a step, if nothing is known: as one access in its interval
-/// or its age would be; a quarter of that if no interval is known.
+/// The share of pages of a class and age that is accessed in a step, if nothing is known: one access in the interval or
+/// the age, whichever is longer; a quarter of it if no interval is known.
 fn unlearned(class: usize, age: usize) -> f32 {
     let of = |steps: usize| 1.0 / steps as f32;
     if class == 0 { of(age + 1) / 4.0 } else { of((age + 1).max(1 << (class - 1))) }
 }
 
-/// Pages that came to an age, and those of them that were accessed there.
+/// Pages that reached an age, and those of them that were accessed at it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     came: u32,
     accessed: u32,
 }
 
-/// What pages of one class did at one age.
+/// Observations of one class at one age.
 #[derive(Clone, Copy, Debug, Default)]
 struct Share {
     /// Number of looks, and the sum of the shares.
@@ -68,18 +68,17 @@ impl Share {
         }
     }
 
-    /// The share to be expected; what would be if nothing were known counts as one look.
+    /// The expected share. The share without knowledge counts as one look.
     fn expected(&self, unlearned: f32) -> f32 {
         (self.sum + unlearned) / (self.looks + 1.0)
     }
 }
 
-/// What pages did.
 #[derive(Debug)]
 pub struct Reuse {
     /// By class and age in steps.
     shares: Vec<[Share; AGES]>,
-    /// In the present look, by class and age in looks.
+    /// Counts of the present look, by class and age in looks.
     look: Vec<[Count; AGES]>,
 }
 
@@ -90,15 +89,15 @@ impl Default for Reuse {
 }
 
 impl Reuse {
-    /// A page of this class that was accessed this number of looks ago was accessed until the present look, or not.
+    /// Counts a page of this class that was accessed this number of looks ago. `is_accessed`: again since then.
     pub fn saw(&mut self, class: usize, looks: usize, is_accessed: bool) {
         let count = &mut self.look[class][looks];
         count.came += 1;
         count.accessed += u32::from(is_accessed);
     }
 
-    /// The look is over. Between the look before and this one, pages had these ages, by the number of looks since they
-    /// were accessed. What was accessed in that time counts at its end.
+    /// Ends the look. `ages`: the ages that pages had between the last look and this one, by the number of looks since
+    /// they were accessed. An access in this time counts at its end.
     pub fn learn(&mut self, ages: impl Fn(usize) -> Range<usize>) {
         for (shares, look) in self.shares.iter_mut().zip(&mut self.look) {
             let mut counts = [Count::default(); AGES];

@@ -1,12 +1,12 @@
 //! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, tuned.
 //!
-//! Before: the host says which pages were restored, and whether to tune the services. After: it knows about how many of
-//! these were restored for a service (`restores`); tuned services touch less memory that no program uses.
-//! Units: pages. Promise: settings are as before when tuning ends (`setting`).
+//! Before: the host says which pages were restored, and whether to tune the services. After: about how many of the
+//! pages were restored for a service is known (`restores`); tuned services touch less memory that no program uses.
+//! Units: pages. Promise: the settings are restored when tuning ends (`setting`).
 //!
-//! Blowfish patches both: khugepaged skips what is mostly unused, compaction skips what is far. A stock kernel copies
-//! what it merges or moves wherever it is, so all that helps is that it does so more rarely: a lower scan rate, a huge
-//! page only where most of it is present (`max_ptes_none`), no compaction in advance or for khugepaged (`defrag`).
+//! Blowfish patches both: khugepaged skips memory that is mostly unused, and compaction skips far pages. A stock kernel
+//! copies the pages that it merges or moves wherever they are, so only rarer work helps: a lower scan rate, a huge page
+//! only where most of it is present (`max_ptes_none`), no compaction in advance or for khugepaged (`defrag`).
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ use crate::setting::{Setting, Wanted, at_most};
 
 const VMSTAT: &str = "proc/vmstat";
 
-/// Settings while tuned, unless those before make khugepaged do even less. At most an eighth of a huge page may be
+/// Settings while tuned; a setting with which khugepaged does even less stays. At most an eighth of a huge page may be
 /// absent, instead of nearly all of it. Half as many pages are scanned in four times the time.
 const TUNED: [Wanted; 5] = [
     ("sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none", |now| at_most(now, 64)),
@@ -32,7 +32,6 @@ const TUNED: [Wanted; 5] = [
     ("proc/sys/vm/compaction_proactiveness", |now| at_most(now, 0)),
 ];
 
-/// The guest's services.
 #[derive(Debug)]
 pub struct Services {
     /// Directory that holds `sys`, `proc` and `run`.
@@ -42,7 +41,6 @@ pub struct Services {
 }
 
 impl Services {
-    /// The services of this guest.
     pub fn new() -> Self {
         Self::below("/".into())
     }
@@ -51,7 +49,6 @@ impl Services {
         Self { root, tuned: None, restores: Restores::default() }
     }
 
-    /// Tunes them, or restores their settings.
     pub fn tune(&mut self, tune: bool) {
         if tune == self.tuned.is_some() {
             return;
@@ -63,7 +60,7 @@ impl Services {
         });
     }
 
-    /// The host restored these pages during the last second or so.
+    /// Attributes restores: the host restored these pages during the last second or so.
     pub fn restored(&mut self, runs: &[Run], flags: &Flags) {
         let stat = self.vmstat();
         self.restores.add(runs, flags, &stat);
@@ -73,7 +70,7 @@ impl Services {
         files::read(self.root.join(VMSTAT)).unwrap_or_default()
     }
 
-    /// Returns their counters since boot. Once a tick.
+    /// Writes the services' counters since boot into the tick. Called once a tick.
     pub fn count(&mut self, tick: &mut Tick) {
         let stat = self.vmstat();
         self.restores.look(&stat);
@@ -91,7 +88,7 @@ mod tests {
 
     #[test]
     fn tuned_services_do_less_and_their_settings_are_as_before_when_tuning_ends() {
-        // A kernel without `defrag`, and one that is told to do little already.
+        // A kernel without `defrag`, and with one setting that is low already.
         let values = ["511", "4096", "90000", "", "20"];
         let root = tempfile::tempdir().expect("a directory");
         fs::create_dir(root.path().join("run")).expect("a directory");

@@ -1,10 +1,9 @@
 //! The conversation with the host: the agent's main loop.
 //!
-//! Before: the port is open. After: the agent is told to end, or the port is gone.
-//! Threads: one, which waits for the host and for the next tick, and for nothing else for long.
-//! Promise: reports take at most 1/20 of a CPU here, and looks as much in the kernel. The host hears from the agent
-//! however long a report takes. If the host is silent for long, the guest gets the held memory back, and no reports are
-//! made.
+//! Before: the port is open. After: the agent must end, or the port is gone.
+//! Threads: one, which waits for the host and for the next tick; no other wait is long.
+//! Promise: reports take at most 1/20 of a CPU here, and looks take as much in the kernel. The agent sends ticks
+//! however long a report takes. If the host is silent for long, held memory is returned, and no reports are made.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -30,13 +29,9 @@ use crate::{files, vital};
 const GONE: Duration = Duration::from_secs(20);
 /// Pause while no host listens at the port.
 const NOBODY: Duration = Duration::from_millis(500);
-/// Least time between two reports.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 
-/// Serves the host until the agent is told to end.
-///
-/// # Errors
-/// There is no port, or it is gone.
+/// Serves the host until the agent must end. Fails if there is no port, or it is gone.
 pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
     let mut port = Port::open(path)?;
     // If memory is short, the kernel is to kill this process first: it holds memory that others need.
@@ -78,18 +73,16 @@ pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
     Ok(())
 }
 
-/// State of the source of reports.
 #[derive(Debug)]
 enum Source {
-    /// The host wants none, or it was not tried yet.
+    /// The host wants no reports, or the source was not tried yet.
     None,
     Looks(Looks),
-    /// It is not available; the next try is at this time.
+    /// DAMON is not available; the next try is at this time.
     Without(Instant),
 }
 
 impl Source {
-    /// Returns the time that looks have taken so far.
     fn spent(&self) -> Duration {
         if let Self::Looks(looks) = self { looks.spent() } else { Duration::ZERO }
     }
@@ -98,7 +91,7 @@ impl Source {
 /// Sends ticks while memory is read for a report.
 struct Pulse<'a> {
     port: &'a mut Port,
-    /// What the host was told last: what it says is as old as the report that is being made.
+    /// The last tick: its values are as old as the report that is being made.
     tick: &'a [u8],
     next: &'a mut Instant,
     every: Duration,
@@ -116,7 +109,6 @@ impl Pulse<'_> {
     }
 }
 
-/// State of the agent.
 struct Guest<'a> {
     tiering: Option<&'a Tiering>,
     frames: Frames,
@@ -124,16 +116,14 @@ struct Guest<'a> {
     wanted: Wanted,
     heard_at: Instant,
     next_tick: Instant,
-    /// The last tick of this session, as it was sent.
     last_tick: Vec<u8>,
     next_report: Instant,
     reports: u32,
     source: Source,
-    /// While reports are wanted, without tiering.
+    /// Set while reports are wanted, without tiering.
     small_blocks: Option<Setting>,
     note: String,
     ram: Vec<(u64, u64)>,
-    /// Where the kernel's code and data are.
     image: Vec<(u64, u64)>,
     flags: Option<Flags>,
     back: Back,
@@ -171,12 +161,12 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Returns the time until something is to do, unless the host sends a message.
+    /// Returns the time until the agent has work, unless the host sends a message.
     fn pause(&self, now: Instant, is_behind: bool) -> Duration {
         if self.session.is_none() {
             return Duration::from_secs(5);
         }
-        // What the port has not taken yet wakes the agent, too.
+        // The agent also wakes when the port takes the bytes that it has not taken yet.
         if self.balloon.is_busy(now) && !is_behind {
             return Duration::ZERO;
         }
@@ -184,12 +174,11 @@ impl<'a> Guest<'a> {
         next.saturating_duration_since(now)
     }
 
-    /// Has the host been silent for so long that there is none? It says hello every few seconds.
+    /// Returns whether the host, which says hello every few seconds, was silent for so long that there is none.
     fn is_left(&self, now: Instant) -> bool {
         self.session.is_some() && now.saturating_duration_since(self.heard_at) > GONE
     }
 
-    /// The host does not listen.
     fn nobody(&mut self, now: Instant) {
         self.session = None;
         if now.saturating_duration_since(self.heard_at) > GONE {
@@ -206,7 +195,7 @@ impl<'a> Guest<'a> {
         self.small_blocks = None;
     }
 
-    /// Has tiering move memory away that the balloon may not take.
+    /// Has tiering free the memory that the balloon lacks: the balloon takes none from programs.
     fn make_room(&self) {
         if let Some(tiering) = self.tiering {
             tiering.make_room(self.balloon.lacks());
@@ -253,19 +242,19 @@ impl<'a> Guest<'a> {
             self.source = Source::None;
             self.small_blocks = None;
         } else if self.small_blocks.is_none() && self.tiering.is_none() {
-            // Tiering moves pages all the time: what they leave would be reported, and taken again.
+            // Tiering moves pages all the time: the blocks that they leave would be reported, and then allocated again.
             self.small_blocks = Setting::small_blocks().inspect_err(|error| eprintln!("ballast-agent: {error}")).ok();
         }
         if !is_new {
             return;
         }
         port.forget();
-        // A report is due when it was: an agent whose reports take long would else make one after the other.
+        // The time of the next report stays: otherwise an agent whose reports take long would make one after the other.
         self.next_tick = now;
         self.last_tick.clear();
         let kernel = files::read("/proc/sys/kernel/osrelease").unwrap_or_default();
         self.say(port, &ToHost::Hello { agent: env!("CARGO_PKG_VERSION").into(), kernel });
-        // Pages that the host no longer knows it has.
+        // The host no longer knows that it has these pages.
         for (node, runs) in self.balloon.all() {
             for runs in runs.chunks(MAX_RUNS) {
                 self.say(port, &ToHost::Taken { node, runs: runs.to_vec() });
@@ -288,7 +277,7 @@ impl<'a> Guest<'a> {
         }
         if now >= self.next_tick {
             self.tick(now, port);
-            // The host is not to wait for a report. A port that is gone is noticed by the caller's flush.
+            // The host must not wait for a report. The caller's flush notices a port that is gone.
             let _ = port.flush();
         }
         if self.wanted.reports && now >= self.next_report {
@@ -297,7 +286,7 @@ impl<'a> Guest<'a> {
                 self.look_for_ram();
                 self.report(now, port);
             }
-            // Looks are paced apart: what the agent holds, and what is free, is told as often as may be.
+            // Looks have a pace of their own. Held and free pages are reported as often as possible.
             let took = now.elapsed().saturating_sub(self.source.spent().saturating_sub(of_looks));
             self.next_report = Instant::now() + REPORT_EVERY.max(took * CPU_PART);
         }
@@ -335,7 +324,6 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Returns what is to be said of looks that are far apart.
     fn far_apart(&self, now: Instant) -> Option<String> {
         let Source::Looks(looks) = &self.source else { return None };
         let apart = looks.far_apart(now)?.as_secs();
@@ -385,20 +373,20 @@ impl<'a> Guest<'a> {
             Source::Looks(looks) => {
                 looks.each(flags, |page, time| self.back.is_since(page, time), tell, || pulse.beat())
             }
-            // Free memory is told all the same.
+            // Free memory is reported even without looks.
             _ => parts(&self.ram).try_for_each(|part| {
                 pulse.beat();
                 flags.each(part, |page, flags| tell(page, flags, None))
             }),
         };
         if let Err(error) = told {
-            // Another program has DAMON now, say.
+            // For example, another program has DAMON now.
             self.note = format!("looking at memory: {error}");
             self.source = Source::Without(now + AGAIN);
             return;
         }
         let vital = vital::tick();
-        // What the agent holds is zeros that nobody needs.
+        // Pages that the agent holds are zeros that no program needs.
         let mut runs: Vec<Run> = self.balloon.all().into_iter().flat_map(|(_, runs)| runs).collect();
         runs.sort_unstable_by_key(|run| std::cmp::Reverse(run.count));
         runs.truncate(report::MOST_RUNS / 2);

@@ -1,45 +1,43 @@
-//! Settings of the kernel that are others while the host wants reports, or services slowed down.
+//! Settings of the kernel that the agent changes while the host wants reports, or tuned services.
 //!
-//! Before: a setting as the guest's owner has it. After: the value that the agent needs. Promise: it is as before when
-//! this is dropped. A note below /run has the next start, or `--undo`, do that for an agent that was killed.
+//! Before: a setting as the guest's owner has it. After: the value that the agent needs. Promise: dropping [`Setting`]
+//! restores the value. If the agent was killed, its next start, or `--undo`, restores it by a note below /run.
 //!
 //! *MGLRU* is off. Under it (on by default in Debian 13) `folio_mark_accessed` counts an access and leaves the idle
-//! flag alone, so a page of a file that is read all the time looks idle for ever, to DAMON as to us (seen on 6.12).
+//! flag alone, so a page of a file that is read all the time looks idle for ever, to DAMON and to the agent (seen on
+//! 6.12).
 //!
-//! *Free page reporting* names blocks of 16 KiB, too: by default blocks of 2 MiB, and what is freed here and there
-//! never becomes one. Single pages are left out, because they are what is allocated next.
+//! *Free page reporting* names blocks of 16 KiB, too: by default it names blocks of 2 MiB, which scattered free pages
+//! never form. Single pages are left out, because they are allocated next.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::files;
 
-/// A setting, and what it is to be for its value now; `None`: it stays.
+/// A setting, and a function from its value to the wanted one; `None`: it stays.
 pub type Wanted = (&'static str, fn(&str) -> Option<u64>);
 
 // Bit 0 is MGLRU itself.
 const MGLRU: Wanted = ("sys/kernel/mm/lru_gen/enabled", |now| {
     u32::from_str_radix(now.trim_start_matches("0x"), 16).is_ok_and(|bits| bits & 1 == 1).then_some(0)
 });
-/// Least order of a free block that is reported: 2. It is -1 where nobody takes reports.
+/// Least order of a free block that is reported: 2. It is -1 where no device takes reports.
 const REPORTING: Wanted = ("sys/module/page_reporting/parameters/page_reporting_order", |now| at_most(now, 2));
-/// Files with the settings before, one a line: the file, a blank, its value.
+/// Files with the former values of settings, one a line: the file, a blank, its value.
 const NOTES: [&str; 3] = ["run/ballast-agent.lru", "run/ballast-agent.reporting", "run/ballast-agent.services"];
 
-/// While this exists, settings are others.
+/// Changed settings. Dropping this restores them.
 #[derive(Debug)]
 pub struct Setting {
-    /// Directory that holds `sys`, `proc` and `run`.
     root: PathBuf,
     note: &'static str,
 }
 
-/// No more than this.
 pub fn at_most(now: &str, most: u64) -> Option<u64> {
     now.parse::<u64>().is_ok_and(|now| now > most).then_some(most)
 }
 
-/// Restores settings that a killed agent did not restore.
 pub fn undo() {
     NOTES.iter().for_each(|note| restore(Path::new("/"), note));
 }
@@ -50,7 +48,7 @@ fn restore(root: &Path, note: &str) {
     let mut all = true;
     for (file, value) in before.lines().filter_map(|line| line.split_once(' ')) {
         let setting = root.join(file);
-        // A kernel may not have it any more.
+        // A kernel may not have the setting any more.
         if let Err(error) = files::write(&setting, value)
             && setting.exists()
         {
@@ -58,7 +56,7 @@ fn restore(root: &Path, note: &str) {
             all = false;
         }
     }
-    // Else the next start tries again.
+    // Otherwise the next start tries again.
     if all {
         let _ = std::fs::remove_file(note);
     }
@@ -66,25 +64,16 @@ fn restore(root: &Path, note: &str) {
 
 impl Setting {
     /// Turns MGLRU off, if the kernel has it and it is on.
-    ///
-    /// # Errors
-    /// The kernel refuses.
     pub fn no_mglru() -> io::Result<Self> {
         Self::set(Path::new("/"), NOTES[0], &[MGLRU])
     }
 
     /// Has smaller free blocks reported, if free blocks are.
-    ///
-    /// # Errors
-    /// The kernel refuses.
     pub fn small_blocks() -> io::Result<Self> {
         Self::set(Path::new("/"), NOTES[1], &[REPORTING])
     }
 
     /// Has services of the kernel do less.
-    ///
-    /// # Errors
-    /// The kernel refuses.
     pub fn of_services(root: &Path, wanted: &[Wanted]) -> io::Result<Self> {
         Self::set(root, NOTES[2], wanted)
     }
@@ -93,7 +82,7 @@ impl Setting {
         restore(root, note);
         let this = Self { root: root.to_owned(), note };
         let change = |(file, value): &Wanted| {
-            // A kernel without it has nothing to change there.
+            // A kernel without the setting has nothing to change.
             let before = files::read(root.join(file)).ok()?;
             Some((*file, value(&before)?, before))
         };
@@ -101,11 +90,11 @@ impl Setting {
         if all.is_empty() {
             return Ok(this);
         }
-        // What could not be put back the last time is still to be put back.
+        // Values that could not be restored the last time must still be restored.
         let mut text = std::fs::read_to_string(root.join(note)).unwrap_or_default();
         text.extend(all.iter().map(|(file, _, before)| format!("{file} {before}\n")));
         files::write(root.join(note), text)?;
-        // If it fails, all is put back when this is dropped.
+        // After an error, dropping this restores all values.
         all.into_iter().try_for_each(|(file, value, _)| files::write(root.join(file), value))?;
         Ok(this)
     }

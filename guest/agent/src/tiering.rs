@@ -1,10 +1,9 @@
 //! Tiering: which memory of the guest's programs is on which of its nodes. `ballast-tier` does the work.
 //!
 //! Before: `--tiering`, with the owner's choice of programs. After: a thread of its own works until [`Tiering::end`],
-//! and what it does is known to the host ([`Tiering::told`]).
-//! Threads: one, named `tiering`; nothing of the rest of the agent waits for it, and it needs nothing of the host.
-//! Promise: without `--tiering` nothing of it runs. Where there is nothing to tier, or no more, it says why and looks
-//! again later.
+//! and the host gets its statistics ([`Tiering::told`]).
+//! Threads: one, named `tiering`. No other part of the agent waits for it, and it needs no host.
+//! Promise: without `--tiering` no part of it runs. Without a second tier, it reports why, and looks again later.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,7 +20,6 @@ use ballast_tier::{EPOCH, Settings, Status, Tierer, Unavailable};
 use crate::damon;
 use crate::pace::AGAIN;
 
-/// The running thread.
 #[derive(Debug)]
 pub struct Tiering {
     stop: Arc<AtomicBool>,
@@ -31,12 +29,8 @@ pub struct Tiering {
     thread: JoinHandle<()>,
 }
 
-/// Starts the thread.
-///
-/// # Errors
-/// The kernel gives no thread.
 pub fn start(mut settings: Settings) -> io::Result<Tiering> {
-    // Reports of cold memory need a kdamond, too, and one user can have them all.
+    // Reports of cold memory need a kdamond, too, and only one user can have kdamonds.
     let shared = damon::share(settings.choice.most);
     settings.damon_threads_from = 1;
     let stop = Arc::new(AtomicBool::new(false));
@@ -52,7 +46,6 @@ fn tell(told: &Mutex<message::Tiering>, now: message::Tiering) {
     *told.locked() = now;
 }
 
-/// Moves memory until told to stop.
 fn work(
     settings: &Settings,
     mut shared: io::Result<()>,
@@ -89,7 +82,7 @@ fn work(
             tierer.make_room(&lacks.locked());
             match tierer.step() {
                 Ok(()) => tell(told, shown(tierer.status())),
-                // A program that ended, say; the next step may succeed.
+                // For example, a program ended; the next step may succeed.
                 Err(error @ Unavailable::Io(_)) => unable(error.to_string()),
                 // A tier is gone. It may be plugged in again.
                 Err(error) => {
@@ -104,7 +97,6 @@ fn work(
     }
 }
 
-/// The statistics, as the host is told them.
 fn shown(status: &Status) -> message::Tiering {
     let moves = &status.moves;
     let notes = status.aside.iter().chain(&status.notes).map(String::as_str).collect::<Vec<_>>();
@@ -135,17 +127,16 @@ fn shown(status: &Status) -> message::Tiering {
 }
 
 impl Tiering {
-    /// Returns what it does now.
     pub fn told(&self) -> message::Tiering {
         self.told.locked().clone()
     }
 
-    /// Sets how many pages of each node are to be free for the balloon, which takes no memory of programs.
+    /// Sets how many pages of each node must be free for the balloon, which takes no memory of programs.
     pub fn make_room(&self, pages: BTreeMap<u32, u64>) {
         *self.lacks.locked() = pages;
     }
 
-    /// Ends it, and waits until it has restored the settings that it changed.
+    /// Ends the thread, and waits until it has restored the settings that it changed.
     pub fn end(self) {
         self.stop.store(true, Ordering::Release);
         self.thread.thread().unpark();

@@ -1,6 +1,6 @@
 //! State of the guest: free memory, stall, nodes.
 //!
-//! Before: a tick. After: the values that the host is told about the guest as a whole.
+//! Before: a tick. After: the guest's values as a whole, for the host.
 //! Units: pages; stall in microseconds since boot. Promise: a value that the kernel does not have is zero.
 
 use ballast_base::{Bytes, MIB};
@@ -25,7 +25,6 @@ fn meminfo_of(node: u32) -> String {
     files::read(format!("{NODES}/node{node}/meminfo")).unwrap_or_default()
 }
 
-/// Returns the guest's memory and its stall.
 pub fn tick() -> Tick {
     let meminfo = files::read("/proc/meminfo").unwrap_or_default();
     let pressure = files::read("/proc/pressure/memory").unwrap_or_default();
@@ -54,8 +53,7 @@ fn node(node: u32) -> Node {
     Node { node, pages: pages(&text, "MemTotal"), free: pages(&text, "MemFree"), ballooned: 0 }
 }
 
-/// Returns the memory that a node can give without a long wait of any program: its free pages, and half of its pages of
-/// files.
+/// Returns the memory that a node can give without long waits of programs: free pages, and half of its pages of files.
 pub fn spare(node: u32) -> u64 {
     let text = meminfo_of(node);
     let pages = |name: &str| pages(&text, name);
@@ -63,7 +61,6 @@ pub fn spare(node: u32) -> u64 {
     pages("MemFree") + files / 2
 }
 
-/// Returns the CPU time of this process so far, in microseconds.
 pub fn cpu_us() -> u64 {
     process_time(std::process::id()).map_or(0, |time| time.as_micros() as u64)
 }

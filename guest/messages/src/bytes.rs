@@ -1,8 +1,9 @@
 //! Numbers, texts and lists to bytes and back. Little-endian.
 //!
 //! Before: a message is written or read field by field. After: its bytes, or its fields.
-//! Promise: a reader never goes beyond its bytes; a list says its length first, and no memory is taken for more items
+//! Promise: a reader never goes beyond its bytes; a list begins with its length, and no memory is taken for more items
 //! than its bytes can hold.
+//! them.
 
 /// A body that is no message of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

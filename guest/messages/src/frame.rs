@@ -4,8 +4,7 @@
 //! Promise: the work is linear in the number of bytes, and a bounded number of bytes is kept.
 //!
 //! A stream is torn when one side dies in the middle of a frame and its successor starts again. So each frame has a
-//! magic, a checksum over all of it, and the *session*, which the host chose when it said hello. A frame of another
-//! session is old.
+//! magic, a checksum over all of it, and the *session*, which the host chose. A frame of another session is old.
 //!
 //! ```text
 //!  0 magic  4 version  6 least reader  8 kind  10 zero  12 length of the body  16 session  24 sum  32 body

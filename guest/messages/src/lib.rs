@@ -2,14 +2,13 @@
 //!
 //! Before: the agent in the guest, or the engine on the host, has something to say. After: the other side has it as a
 //! message, or knows that the bytes were none.
-//! Threads: none of its own. Units: pages are 4 KiB and numbered by guest-physical address; sizes are pages, unless a
-//! name says otherwise.
+//! Threads: none of its own. Units: pages of 4 KiB by guest-physical address; sizes are pages unless a name says not.
 //! Promise: no I/O, no dependency, no `unsafe`: the same code runs in the guest and on the host. Any bytes decode or
 //! are refused, in time linear in their number, and no length is used before it is checked.
 //!
 //! The rule of versions is the one of `ballast_base::format`: each frame states the version of its writer and the
-//! oldest version that may read it; new fields go to the end of a message, and a reader takes a field that an older
-//! writer did not know for zero.
+//! oldest version that may read it; new fields go to the end of a message, and a field that an older writer did not
+//! know reads as zero.
 //!
 //! | File | What |
 //! |---|---|

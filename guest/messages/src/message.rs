@@ -1,8 +1,7 @@
 //! The messages of both sides.
 //!
 //! Before: one side has something to say. After: its bytes, and the same message on the other side.
-//! Promise: a decoded message is within the bounds stated here. Its meaning is not checked: to the host all of it is a
-//! hint.
+//! Promise: a decoded message is within the bounds stated here. Its meaning is not checked: it is a hint for the host.
 //!
 //! The host says hello first, with a session number that it chose. A message that comes before the hello is old. The
 //! agent replies to each hello with its own, and starts again.
@@ -357,7 +356,7 @@ mod tests {
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.version = VERSION + 1;
         assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(tick()))));
-        // As a writer does that does not know the last field.
+        // As from a writer that does not know the last field.
         frame.body.truncate(frame.body.len() - 3 - 8);
         frame.version = VERSION - 1;
         let tiering = Tiering { cpu_us: 0, ..tick().tiering };

@@ -7,11 +7,10 @@
 
 use crate::bytes::{Reader, Refused, Writer};
 
-/// Most nodes of a guest that are told apart.
+/// Most nodes of a guest in a message.
 pub const MAX_NODES: usize = 16;
 /// Numbers of nodes end here: the most that Linux has (`MAX_NUMNODES`).
 pub const NODES_END: u32 = 1024;
-/// Bytes of a node in a message.
 const NODE_BYTES: usize = 28;
 
 /// A NUMA node of the guest.
@@ -37,7 +36,6 @@ pub(crate) fn put(body: &mut Writer, nodes: &[Node]) {
     });
 }
 
-/// Reads them.
 pub(crate) fn get(body: &mut Reader<'_>) -> Result<Vec<Node>, Refused> {
     let nodes = body.list(MAX_NODES, NODE_BYTES, |body| {
         Ok(Node { node: body.u32()?, pages: body.u64()?, free: body.u64()?, ballooned: body.u64()? })

@@ -1,7 +1,6 @@
-//! Pages in a row, and what they hold.
+//! Pages in a row, and their content.
 //!
-//! Before: an agent has looked at the guest's memory. After: the host knows which pages are meant, and how cheap they
-//! are to lose.
+//! Before: an agent has looked at the guest's memory. After: the host knows the pages, and how cheap they are to lose.
 //! Units: pages of 4 KiB, numbered by guest-physical address.
 //! Promise: a run that was read holds at least one page and ends below the end of physical addresses.
 

@@ -5,7 +5,7 @@
 
 use crate::bytes::{Reader, Refused, Writer};
 
-/// Most tiers of a guest that are told apart.
+/// Most tiers of a guest in a message.
 const MAX_TIERS: usize = 16;
 
 /// Whether the agent moves memory between tiers.
@@ -19,7 +19,7 @@ pub enum TieringState {
     Unable = 1,
     /// Another program moves memory by heat, so this one does not; the note says which.
     Aside = 2,
-    /// It moves what is hot to the fast tier.
+    /// It moves hot memory to the fast tier.
     Working = 3,
 }
 
@@ -42,26 +42,26 @@ pub struct TierUse {
     pub latency_ns: u32,
 }
 
-/// Statistics of tiering inside the guest (Demeter, section 3.3). Counters are of this agent.
+/// Statistics of tiering inside the guest (Demeter, section 3.3). Counters begin with the agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tiering {
     /// What it does.
     pub state: TieringState,
-    /// Why it does no more.
+    /// The reason why it moves nothing, or no more.
     pub note: String,
     /// The tiers, the fastest first.
     pub tiers: Vec<TierUse>,
     /// Programs whose memory is managed.
     pub programs: u64,
-    /// Pages of theirs that can be moved, and of these, those in the fast tier.
+    /// Pages of these programs that can be moved.
     pub managed: u64,
-    /// Pages in the fast tier.
+    /// The part of these pages that is in the fast tier.
     pub managed_fast: u64,
     /// In the last epoch, the share of sampled accesses that the fast tier served, in 1/10,000; `None` without samples.
     pub hits: Option<u32>,
     /// Accesses sampled.
     pub samples: u64,
-    /// Ranges of one heat.
+    /// Ranges, each of which is equally hot.
     pub ranges: u64,
     /// Pages moved to the fast tier.
     pub promoted: u64,

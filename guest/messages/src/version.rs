@@ -1,7 +1,6 @@
 //! Versions that this program writes and reads.
 //!
-//! Promise: a changed message raises the version; a change that an older reader must not ignore also raises the least
-//! reader.
+//! Promise: a changed message raises the version; a change that older readers must not ignore, the least reader, too.
 
 /// The version that this program writes.
 pub const VERSION: u16 = 1;

@@ -23,8 +23,8 @@ use crate::range::{Range, SAMPLE};
 use crate::roots::Roots;
 
 /// Least gain in log-likelihood of a further range. Akaike's price of a parameter is 1; with it, evenly spread heat
-/// begins as 831 ranges by chance, with this as some 10. More than 2 loses much if each unit has its own heat: a
-/// quarter of what 0.5 finds with 2,000 samples a second.
+/// begins as 831 ranges by chance, with this as some 10. A price above 2 loses much if each unit has its own heat: a
+/// quarter of what a price of 0.5 finds with 2,000 samples a second.
 const PRICE: f64 = 1.5;
 /// A range with this number of [`SAMPLE`]ths or fewer is never divided: a division gains at most `ln(3)` for each
 /// sample (three units, all samples in the lower half, which is one unit), which is less than the price. Without this
@@ -95,7 +95,7 @@ fn divide(samples: &[Unit], first: u64, units: u64, leaves: &mut Vec<Leaf>) -> (
     (both.fit(), both.count)
 }
 
-/// Join neighbours whose division does not gain its price.
+/// Joins neighbours whose division does not gain its price.
 fn join(leaves: &[Leaf]) -> Vec<Leaf> {
     let mut joined: Vec<Leaf> = Vec::with_capacity(leaves.len());
     for leaf in leaves {
@@ -115,8 +115,7 @@ fn join(leaves: &[Leaf]) -> Vec<Leaf> {
 
 impl Fitted {
     /// Records accesses that a source has sampled, unless they are outside of all roots. An observation counts as
-    /// `each` samples, here and at other addresses: more than 1 if one page was looked at for a large range, which is
-    /// less certain.
+    /// `each` samples, here and at other addresses: more than 1 if one page was looked at for a large range.
     pub fn record(&mut self, address: u64, samples: u32, each: u32) {
         if let Some(unit) = self.roots.unit_of(address) {
             self.histogram.record(Unit::sampled(unit, samples, each));
@@ -157,7 +156,7 @@ impl Fitted {
     }
 
     /// Returns the count of the unit of 2 MiB with this address after the last epoch's end, in [`SAMPLE`]ths: half of
-    /// what it was before that and what was new.
+    /// the sum of the former count and the new samples.
     pub fn recent(&self, address: u64) -> u64 {
         let Some(unit) = self.roots.unit_of(address) else { return 0 };
         let units = self.histogram.units();

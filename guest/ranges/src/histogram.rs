@@ -6,14 +6,12 @@
 
 use crate::range::SAMPLE;
 
-/// A unit that was sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Unit {
-    /// Its number.
     pub number: u32,
     /// Samples, in [`SAMPLE`]ths.
     pub count: u32,
-    /// Its variance, in the same.
+    /// Variance of the count, in the same unit.
     pub variance: u32,
 }
 
@@ -25,7 +23,6 @@ impl Unit {
     }
 }
 
-/// Counts of units.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram {
     /// Ascending; no count is zero.
@@ -34,7 +31,6 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Record samples of a unit.
     pub fn record(&mut self, new: Unit) {
         self.new.push(new);
     }
@@ -44,7 +40,6 @@ impl Histogram {
         &self.units
     }
 
-    /// Halves every count.
     pub fn halve(&mut self) {
         self.count();
         self.units.retain_mut(|unit| {
@@ -53,7 +48,7 @@ impl Histogram {
         });
     }
 
-    /// Counts the recorded samples.
+    /// Merges the recorded samples into the counts.
     pub fn count(&mut self) {
         if self.new.is_empty() {
             return;

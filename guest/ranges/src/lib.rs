@@ -1,5 +1,4 @@
-//! Finds the hot ranges of a program's memory, and plans which pages to move to fast memory: tiering inside a guest,
-//! after Demeter (§3.2).
+//! Finds the hot ranges of a program's memory, and plans moves to fast memory: tiering inside a guest (Demeter §3.2).
 //!
 //! ```text
 //! samples of accesses ─► Fitted ─► ranges ─► rank ─► plan ─► an agent moves pages
@@ -13,7 +12,7 @@
 //! Before: a source samples accesses with their *virtual* addresses. Data that is used together is often adjacent in
 //! virtual memory, but not in physical memory. After: an agent moves pages between the nodes of its guest. Threads:
 //! none. Units: bytes and epochs of 500 ms. Promise: no clock, no I/O, no randomness, no unsafe code; no sample makes
-//! anything panic, and memory grows only with what is sampled.
+//! anything panic, and memory grows only with the sampled units.
 //!
 //! ```
 //! use ballast_ranges::{Fitted, Roots, UNIT, rank};

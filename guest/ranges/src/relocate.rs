@@ -6,11 +6,11 @@
 //! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves no more than its
 //! limit, never promotes more than there is room for, and does not move a page if that gains nothing.
 //!
-//! The paper moves every page of the hottest ranges that fit as a whole. Here also as much of the next range as still
-//! fits deserves the fast tier, and of that range the pages that are there already, since its pages are equally hot. A
+//! The paper moves every page of the hottest ranges that fit as a whole. Here, the next range deserves the fast tier,
+//! too, with as many pages as still fit: first of all those that are there already, since its pages are equally hot. A
 //! page moves only if its range is hotter than that of the page it replaces, by more than [`SPREADS`] standard
-//! deviations of the difference; free memory counts as a page without accesses, so what nobody touches is not promoted
-//! into it.
+//! deviations of the difference. Free memory counts as a page without accesses, so memory that no program touches is
+//! not promoted into it.
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -28,7 +28,7 @@ pub enum Tier {
 
 /// Where pages are: a program's page table.
 pub trait Placement {
-    /// Returns the program that a range is of, and how many of its pages may be promoted at most.
+    /// Returns the program that has a range, and how many of its pages may be promoted.
     fn program(&self, range: &Range) -> (usize, u64);
 
     /// Returns how many pages of a range are present, and how many of these are in fast memory.
@@ -67,14 +67,14 @@ pub struct Plan {
     pub promote: Vec<u64>,
     /// From the fast to the slow tier.
     pub demote: Vec<u64>,
-    /// The last of both lists are pairs, one for the other. For each the samples that a byte of the one has more than a
-    /// byte of the other, of all that their ranges count.
+    /// The last entries of both lists are pairs that change places. For each pair: how many more samples a byte of the
+    /// promoted page has than a byte of the demoted page, in the counts of their ranges.
     pub gains: Vec<f64>,
 }
 
 impl Plan {
-    /// Returns the page that changes places with this one of those that go to a tier: its index in the other list.
-    /// `None`: this one moves alone.
+    /// Returns the index, in the other list, of the page that changes places with page `at` of the list of moves to a
+    /// tier. `None`: this page moves alone.
     pub fn partner(&self, to: Tier, at: usize) -> Option<usize> {
         let alone = |list: &[u64]| list.len().saturating_sub(self.gains.len());
         let (own, other) = match to {
@@ -85,13 +85,12 @@ impl Plan {
     }
 }
 
-/// A page to move, and the range it is in.
 struct Candidate<'a> {
     address: u64,
     range: &'a Range,
 }
 
-/// Returns how much hotter for its size one range is than the other, if it is beyond chance and worth a move.
+/// Returns how much hotter one range is than the other, per byte, if it is beyond chance and worth a move.
 fn gain(hot: &Range, cold: &Range) -> Option<f64> {
     let rate = |range: &Range| {
         let samples = |number: u64| number as f64 / SAMPLE as f64;
@@ -103,7 +102,7 @@ fn gain(hot: &Range, cold: &Range) -> Option<f64> {
     (gain > SPREADS * (hot_variance + cold_variance).sqrt() && gain > LEAST_GAIN * hot_rate).then_some(gain)
 }
 
-/// Is a range hotter than memory that nobody touches?
+/// Returns whether a range is hotter than memory without accesses.
 fn is_touched(range: &Range) -> bool {
     gain(range, &Range { count: 0, variance: 0, ..*range }).is_some()
 }
@@ -119,7 +118,7 @@ fn promotions<'a>(ranked: &'a [Range], pages: &dyn Placement, limits: Limits) ->
         let (present, fast) = pages.count(range);
         let (program, its_most) = pages.program(range);
         let its = of_program.entry(program).or_default();
-        // What may not be promoted needs no room, nor does what nobody touches.
+        // Pages that may not be promoted need no room, nor do pages without accesses.
         let may = if is_touched(range) { its_most.saturating_sub(*its) } else { 0 };
         let wanted = fast + (present - fast).min(may);
         let is_whole = wanted <= room;
@@ -141,7 +140,7 @@ fn promotions<'a>(ranked: &'a [Range], pages: &dyn Placement, limits: Limits) ->
     (found, ranked.len(), 0)
 }
 
-/// Pages in the fast tier that do not deserve it, coldest first, at most `most`. Of range `whole` a `part` deserves it.
+/// Pages in the fast tier that do not deserve it, coldest first, at most `most`. `part` pages of range `whole` do.
 fn demotions<'a>(
     ranked: &'a [Range],
     pages: &dyn Placement,

@@ -27,8 +27,7 @@ pub struct Roots {
 }
 
 impl Roots {
-    /// Makes roots from first addresses and the addresses after the last, in ascending order. Each is widened to whole
-    /// units.
+    /// Makes roots from first addresses and the addresses after the last, ascending, and widens each to whole units.
     pub fn new(ranges: &[(u64, u64)]) -> Result<Self, Invalid> {
         if ranges.is_empty() {
             return Err("there are no roots".into());
@@ -70,7 +69,7 @@ impl Roots {
         self.list.iter().map(|root| (root.first, (root.end - root.start) / UNIT))
     }
 
-    /// Returns the addresses of these units, which are of one root.
+    /// Returns the addresses of these units, which are in one root.
     pub fn addresses(&self, first: u64, units: u64) -> (u64, u64) {
         let after = self.list.partition_point(|root| root.first <= first);
         let root = self.list[..after].last().expect("the first root has unit 0");

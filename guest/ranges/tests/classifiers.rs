@@ -1,4 +1,4 @@
-//! What every classifier promises of any samples, and what the paper claims of its own (Demeter §3.2.1).
+//! Promises of every classifier for any samples, and the paper's claims for its own classifier (Demeter §3.2.1).
 
 use ballast_ranges::{Fitted, Roots, SAMPLE, UNIT, rank};
 use ballast_testkit::published::{Classifier, Published};
@@ -23,7 +23,6 @@ fn random(state: &mut u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Do the ranges tile the roots, in whole units?
 fn tile(classifier: &dyn Classifier, roots: &[(u64, u64)]) -> bool {
     let mut at = 0;
     let ranges = classifier.ranges();
@@ -71,7 +70,7 @@ proptest! {
         epochs in proptest::collection::vec(proptest::collection::vec((0u64..1280, 0u32..100), 0..50), 1..12),
     ) {
         for mut classifier in both(&ROOTS) {
-            // What is exact, and by how much each epoch's rounding may have taken from it.
+            // The exact count, and how much of it the rounding of all epochs may have taken.
             let (mut expected, mut lost) = (0.0, 0.0);
             for epoch in &epochs {
                 for (unit, count) in epoch {
@@ -123,15 +122,15 @@ fn as_published_2_mib_in_64_tib_are_found_by_some_25_splits_in_13_s_with_fewer_t
     }
     assert_eq!((published.splits, epochs), (25, 25));
     assert!(published.ranges().len() <= 26, "{}", published.ranges().len());
-    // Ours needs one epoch: there is nothing to wait for.
+    // The fitted classifier needs one epoch: it waits for no split.
     let mut fitted = Fitted::new(roots(&[ROOTS[1]]));
     fitted.record(SPOT + 99, 1000, 1);
     fitted.end_epoch();
     assert!(found(&fitted) && fitted.ranges().len() == 3, "{:?}", fitted.ranges());
 }
 
-/// Samples for some epochs: nine of ten in `spots` of 32 MiB that lie evenly in 16 GiB. The share of what is hot that
-/// the hottest ranges of the size of all spots hold.
+/// Records samples for some epochs: nine of ten are in `spots` of 32 MiB that lie evenly in 16 GiB. Returns the
+/// percentage of the hot memory that is in the hottest ranges, as many as have the size of all spots.
 fn found_pct(classifier: &mut dyn Classifier, spots: u64, epochs: u32) -> f64 {
     const MEMORY: u64 = 16 << 30;
     const SPOT: u64 = 32 << 20;

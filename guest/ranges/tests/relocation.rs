@@ -1,4 +1,4 @@
-//! What a plan promises of any ranking and any placement.
+//! Promises of a plan for any ranking and any placement.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use ballast_ranges::relocate::{Limits, Placement, Plan, Tier, plan};
 use ballast_ranges::{Fitted, Range, Roots, SAMPLE, UNIT, rank};
 use proptest::prelude::*;
 
-/// A page table: what is not in it is not present.
+/// A page table: a page that is not in it is not present.
 #[derive(Debug)]
 struct Pages(BTreeMap<u64, Tier>);
 
@@ -33,7 +33,7 @@ impl Pages {
         self.0.values().filter(|tier| **tier == Tier::Fast).count() as u64
     }
 
-    /// Make the moves as an agent does, and return the most pages that the fast tier held.
+    /// Makes the moves as an agent does. Returns the most pages that the fast tier held.
     fn apply(&mut self, plan: &Plan, turn: usize) -> u64 {
         let mut most = self.fast();
         let part = |list: &[u64], at: usize| list[at.min(list.len())..(at + turn).min(list.len())].to_vec();
@@ -117,7 +117,6 @@ proptest! {
     }
 }
 
-/// Ranges of one unit each with these counts, and a page in each.
 fn one_page_each(counts: &[u64], fast: &[usize]) -> (Vec<Range>, Pages) {
     let range = |(at, count): (usize, &u64)| {
         let start = (at as u64 + 1) * UNIT;
@@ -145,7 +144,7 @@ fn the_hottest_goes_first_and_changes_places_with_the_coldest() {
         ours.demote.iter().copied().zip(ours.promote.iter().copied()).max_by_key(|pair| Reverse(*pair)),
         Some((UNIT, 2 * UNIT))
     );
-    // The bandwidth takes the hottest.
+    // If one page may move, the hottest one moves.
     let one = plan(&ranked, &pages, Limits { most: 1, ..limits });
     assert_eq!(lists(&one), (&[2 * UNIT][..], &[UNIT][..]));
 }
@@ -191,7 +190,7 @@ fn a_program_that_may_have_few_promoted_leaves_the_others_theirs() {
     let (ranked, pages) = one_page_each(&[0, 900, 0, 800, 500, 700], &[0, 2]);
     let limits = Limits { fast: 2, free: 0, reserve: 0, most: 9 };
     let plan = plan(&ranked, &TwoPrograms(pages), limits);
-    // The second and the third are one too many of their program.
+    // The program at even addresses may have one of its three hot pages promoted.
     assert_eq!(lists(&plan), (&[2 * UNIT, 5 * UNIT][..], &[3 * UNIT, UNIT][..]));
 }
 

@@ -16,7 +16,7 @@ pub const INDEX: u32 = 57;
 /// Most programs: their indexes fit above [`INDEX`].
 pub const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
 
-/// Returns the index of the program that an address of this space is of, and its own address.
+/// Returns the index of the program that has an address of this space, and the address in the program.
 pub fn place(address: u64) -> (usize, u64) {
     ((address >> INDEX) as usize, address & ((1 << INDEX) - 1))
 }
@@ -26,8 +26,8 @@ pub fn joined(index: usize, address: u64) -> u64 {
     (index as u64) << INDEX | address
 }
 
-/// Returns the ranges of programs, from how often all memory of each was read, and its ranges. Those that were not read
-/// yet are left out.
+/// Returns the ranges of all programs. `programs`: how often all memory of each was read, and its ranges. A program
+/// that was not read yet is left out.
 pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<Range> {
     let known = programs.enumerate().filter(|(_, (rounds, _))| *rounds > 0);
     let indexed = known.flat_map(|(at, (_, ranges))| {
@@ -42,7 +42,7 @@ pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<
 pub struct All<'a>(pub Vec<(&'a Pages, u64)>);
 
 impl All<'_> {
-    /// The pages of the program that has a range, the range without its index, and that.
+    /// The pages of a range's program, the range without the program's index, and the bits of this index.
     fn of(&self, range: &Range) -> Option<(&Pages, Range, u64)> {
         let ((index, start), (_, end)) = (place(range.start), place(range.end));
         let (pages, _) = self.0.get(index)?;

@@ -1,9 +1,7 @@
-//! What else moves pages between nodes, so that none fight: the kernel's NUMA balancing and its demotion.
+//! Other programs that move pages between nodes, so that no two fight: the kernel's NUMA balancing and its demotion.
 //!
-//! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or does not and names the other
-//! program.
-//! Threads: none. Promise: nothing is switched off unless the owner of the guest said so ([`Balancing`]), and that is
-//! undone at the end.
+//! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or names the other program.
+//! Threads: none. Promise: nothing is switched off unless the guest's owner said so ([`Balancing`]), and all is undone.
 
 use std::io;
 
@@ -14,19 +12,15 @@ const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
 /// The mode in which the kernel promotes hot pages: a bit of the setting.
 const TIERING: u64 = 2;
 
-/// Other programs that move pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Beside {
-    /// One that promotes by heat. Two such programs undo each other's moves.
+    /// A program that promotes by heat. Two such programs undo each other's moves.
     pub promoter: Option<String>,
     /// Those that do not disturb ours, but may use the memory that ours keeps free.
     pub notes: Vec<String>,
 }
 
-/// Returns what else moves pages. DAMON does not: its threads are ours.
-///
-/// # Errors
-/// A setting cannot be read.
+/// Returns the other programs that move pages. DAMON does not: its threads are ours.
 pub fn look(files: &Files) -> io::Result<Beside> {
     let mut beside = Beside::default();
     let mode = files.optional(BALANCING)?.and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
@@ -51,10 +45,7 @@ pub struct Balancing {
 }
 
 impl Balancing {
-    /// Switches it off. Returns `None` if it is off already, or absent.
-    ///
-    /// # Errors
-    /// Not permitted.
+    /// Switches NUMA balancing off. Returns `None` if it is off already, or absent. Fails if that is not permitted.
     pub fn off(files: &Files) -> io::Result<Option<Self>> {
         let Some(before) = files.optional(BALANCING)?.filter(|mode| mode != "0") else { return Ok(None) };
         files.write(BALANCING, 0)?;
@@ -64,7 +55,7 @@ impl Balancing {
 
 impl Drop for Balancing {
     fn drop(&mut self) {
-        // A program that has set it meanwhile has precedence.
+        // If a program has set it since, that setting has precedence.
         if self.files.optional(BALANCING).is_ok_and(|mode| mode.as_deref() == Some("0")) {
             let _ = self.files.write(BALANCING, &self.before);
         }

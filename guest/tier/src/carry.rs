@@ -1,11 +1,12 @@
 //! Carries out a plan, turn by turn: demotions first, then the promotions that these make room for.
 //!
-//! Before: a plan, and a caller that moves pages. After: what could be moved was, and the caller knows which
-//! promotions that were.
+//! Before: a plan, and a caller that moves pages. After: the pages that could be moved were, and the caller knows the
+//! promotions among these moves.
 //! Threads: none. Units: pages. Promise: a page is promoted only into memory that was free, or that its partner has
 //! left; a page whose partner is of a program that the kernel refuses to move stays where it is. A full slow tier keeps
-//! no page in it that has room in the fast one, nor one that is hotter than another there: as long as the fast tier's
-//! reserve is whole, a turn goes up into it first, and its partners follow into what that has left.
+//! no page that has room in the fast tier, and no page that is hotter than one there: while the fast tier's reserve is
+//! whole, the promotions of a turn go first, into the reserve, and their partners follow into the memory that these
+//! have left.
 
 use std::collections::HashSet;
 use std::io;
@@ -19,8 +20,8 @@ use crate::mover::Became;
 /// Moves pages to a tier and reports the result for each. Returns whether it has room for more.
 pub(crate) type Carry<'a> = dyn FnMut(Tier, &[u64], &mut dyn FnMut(u64, Became)) -> io::Result<bool> + 'a;
 
-/// Moves at most `turn` pages at a time each way: at most what the fast tier's reserve has. Returns the promotions that
-/// were made, by their index in the plan, and the error that ended it, if one did.
+/// Moves at most `turn` pages at a time each way, which are at most as many as the fast tier's reserve has. Returns the
+/// promotions that were made, by their index in the plan, and the error that ended the turns, if one did.
 pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> (Vec<usize>, io::Result<()>) {
     let mut carried = Carried {
         plan,
@@ -38,12 +39,10 @@ pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> (Vec
 struct Carried<'a, 'c> {
     plan: &'a Plan,
     carry: &'a mut Carry<'c>,
-    /// Demotions after which there is room, and those of pages that stay.
+    /// Pages that have left the fast tier, and pages that stay in it.
     freed: HashSet<u64>,
     kept: HashSet<u64>,
-    /// Promotions.
     made: HashSet<u64>,
-    /// Programs that may not be moved.
     refused: HashSet<usize>,
 }
 
@@ -51,7 +50,7 @@ impl Carried<'_, '_> {
     fn all(&mut self, turn: usize) -> io::Result<()> {
         let (demote, promote) = (self.plan.demote.len(), self.plan.promote.len());
         let part = |from: usize, end: usize| from.min(end)..(from + turn).min(end);
-        // What must be free before anything is promoted. As long as it is not, the reserve has nothing to lend.
+        // Demotions that must be made before any promotion. Until they are, the reserve has nothing to lend.
         let ahead = demote.saturating_sub(promote);
         let mut lends = ahead == 0;
         let mut slow_is_full = !self.go(Tier::Slow, &self.down(0..ahead))?;
@@ -123,13 +122,11 @@ mod tests {
     use super::*;
     use crate::all::INDEX;
 
-    /// A page of a program.
     fn page(program: u64, number: u64) -> u64 {
         program << INDEX | number << 12
     }
 
-    /// Carries out a plan where the kernel says this of each page. Returns the moves that were asked for, and the
-    /// promotions that were made.
+    /// Carries out a plan where the kernel says this of each page. Returns the moves, and the promotions made.
     fn asked(plan: &Plan, turn: usize, became: impl Fn(Tier, u64) -> Became) -> (Vec<(Tier, Vec<u64>)>, Vec<usize>) {
         let mut asked = Vec::new();
         let (made, result) = carry_out(plan, turn, &mut |to, pages, each| {
@@ -161,13 +158,13 @@ mod tests {
         let refuse =
             |program| move |to, page: u64| if place(page).0 == program { Became::Refused } else { Became::In(to) };
         let mut plan = pairs(4);
-        // The third pair is of a third program.
+        // The third pair belongs to a third program.
         (plan.promote[2], plan.demote[2]) = (page(2, 0), page(2, 1));
         let (asked_for, made) = asked(&plan, 1, refuse(1));
         let third = [(Tier::Slow, vec![page(2, 1)]), (Tier::Fast, vec![page(2, 0)])];
         assert_eq!(asked_for[0], (Tier::Slow, vec![page(1, 0)]), "it is refused");
         assert_eq!((&asked_for[1..], made), (&third[..], vec![2]));
-        // Refused on the way up: what has gone down stays there, and no more goes.
+        // Refused on the way up: pages that have gone down stay there, and no more go.
         let (asked_for, made) = asked(&plan, 1, refuse(0));
         assert_eq!(asked_for[..2], [(Tier::Slow, vec![page(1, 0)]), (Tier::Fast, vec![page(0, 0)])]);
         assert_eq!((&asked_for[2..], made), (&third[..], vec![2]));
@@ -196,7 +193,7 @@ mod tests {
         });
         result.expect("carried out");
         assert_eq!((calls, made), (2, Vec::new()), "each tier once");
-        // Up: what has gone down stays there.
+        // No room on the way up: pages that have gone down stay there.
         let (mut calls, mut up) = (Vec::new(), pairs(3));
         up.promote.insert(0, page(3, 0));
         let (made, _) = carry_out(&up, 1, &mut |to, pages, each| {
@@ -207,7 +204,6 @@ mod tests {
         assert_eq!((calls, made), (vec![Tier::Slow, Tier::Fast], Vec::new()));
     }
 
-    /// Moves in their order.
     type Moved = Vec<(Tier, Vec<u64>)>;
 
     /// Carries out a plan where a number of pages fits into each tier beside those that leave it. Returns the moves,

@@ -8,13 +8,13 @@
 //!         ─► carry_out and Mover, turn by turn
 //! ```
 //!
-//! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
+//! Before: tiers, a source, a choice of programs. After: hot memory is in the fast tier, as far as it fits.
 //! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
 //! Promise: at most the set bandwidth is moved; planning takes at most 1/50 of a CPU, reading page tables less; nothing
-//! is moved while another program promotes; a program whose pages may not be moved keeps no other one waiting. When it
-//! is dropped, everything except the place of pages is as before.
+//! is moved while another program promotes; a program whose pages may not be moved delays no other one. Dropping the
+//! [`Tierer`] restores everything except the places of pages.
 //!
-//! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
+//! Programs share one order of heat: an address has its program's index in the bits that no address uses.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -60,7 +60,7 @@ pub struct Tierer {
     watched: Vec<Watched>,
     worth: Worth,
     plan_again: Instant,
-    /// Pages that others want of the fast nodes, beside what is kept free anyway.
+    /// Pages that callers want free on the fast nodes, in addition to the reserve.
     asked: u64,
     status: Status,
     _balancing: Option<Balancing>,
@@ -76,16 +76,15 @@ impl Tierer {
     /// Starts with samples from DAMON.
     ///
     /// # Errors
-    /// Why this machine cannot.
+    /// The reason why this machine has no tiering.
     pub fn open(settings: Settings) -> Result<Self, Unavailable> {
         let files = Files::default();
-        // Before anything is taken.
+        // The check comes first, before any resource of the kernel is taken.
         Self::check(&files)?;
         let damon = Damon::new(&files, settings.damon_threads_from);
         Self::with_files(files, settings, Box::new(damon))
     }
 
-    /// The tiers of this machine now.
     fn tiers(files: &Files) -> Result<Tiers, Unavailable> {
         let tiers = Tiers::detect(files)?;
         if tiers.list.len() < 2 {
@@ -127,8 +126,8 @@ impl Tierer {
         })
     }
 
-    /// Sets how many pages of each node are to be free, for one who is about to take them. Of nodes of the fast tier,
-    /// the coldest memory is moved away for it.
+    /// Sets how many pages of each node must be free for a caller that will take them. On nodes of the fast tier, the
+    /// coldest memory is moved away for them.
     pub fn make_room(&mut self, pages: &BTreeMap<u32, u64>) {
         let asked = self.tiers.list[0].nodes.iter().filter_map(|node| pages.get(node));
         self.asked = asked.fold(0, |sum, pages| sum.saturating_add(*pages));
@@ -143,7 +142,7 @@ impl Tierer {
     ///
     /// # Errors
     /// [`Unavailable::Io`]: the kernel refuses a call that it accepted before. The next step may succeed. Any other:
-    /// this machine cannot any more, say because the memory of one tier was unplugged.
+    /// this machine has no tiering any more, for example because the memory of one tier was unplugged.
     pub fn step(&mut self) -> Result<(), Unavailable> {
         let before = clock::cpu_time();
         let result = self.epoch();
@@ -177,10 +176,10 @@ impl Tierer {
         Ok(self.show()?)
     }
 
-    /// Nodes come and go, and so do parts of them. If tiers are made of other nodes, all that is known of pages may be
-    /// wrong; after a change of memory blocks few pages are, and the next rounds correct these.
+    /// Detects nodes again: they and parts of them come and go. If a tier has other nodes now, knowledge of pages is
+    /// dropped. After a change of memory blocks it is wrong of few pages, which the next rounds correct.
     fn detect(&mut self) -> Result<(), Unavailable> {
-        // Whether frames are hidden is not asked again: a page that the kernel moves just now looks like that.
+        // Whether frames are hidden is not asked again: a page that the kernel is moving looks like a hidden one.
         let tiers = Self::tiers(&self.files)?;
         let nodes = |tiers: &Tiers| tiers.list.iter().map(|tier| tier.nodes.clone()).collect::<Vec<_>>();
         if nodes(&tiers) != nodes(&self.tiers) {
@@ -190,7 +189,7 @@ impl Tierer {
         Ok(())
     }
 
-    /// Choose programs again. The state of those that stay is kept.
+    /// Chooses programs again. The state of those that stay is kept.
     fn choose(&mut self) -> io::Result<()> {
         let mut choice = self.settings.choice.clone();
         choice.most = choice.most.min(MOST_PROGRAMS);
@@ -238,14 +237,13 @@ impl Tierer {
         Ok(())
     }
 
-    /// Read a part of the page tables.
     fn look(&mut self) {
         let (tiers, most) = (&self.tiers, MOST_READ / (self.watched.len() as u64).max(1));
-        // One that is gone is dropped when programs are chosen again; until then its pages are absent.
+        // The pages of a program that has ended are absent, until it is dropped when programs are chosen again.
         self.watched.retain_mut(|watched| watched.look(tiers, most).is_ok());
     }
 
-    /// Is there a program whose pages are known and may be moved?
+    /// Returns whether there is a program whose pages are known and may be moved.
     fn is_known(&self) -> bool {
         self.watched.iter().any(|watched| watched.rounds(self.status.epochs) > 0)
     }
@@ -261,7 +259,7 @@ impl Tierer {
         let epoch = self.status.epochs;
         let known = self.watched.iter().filter(|watched| watched.rounds(epoch) > 0);
         let fast: u64 = known.map(|watched| watched.pages.counts().1).sum();
-        // What the kernel keeps for itself is no room, and where it is short of that, nothing can be promoted.
+        // The kernel's reserve is no room. Where the kernel has less than its reserve, no page can be promoted.
         let short = high.saturating_sub(free) / PAGE;
         let free = free.saturating_sub(high) / PAGE;
         let reserve = ((size / RESERVE_PART).min(MOST_RESERVE) / PAGE).max(1);
@@ -278,7 +276,7 @@ impl Tierer {
         let most = |watched: &Watched| self.worth.most(watched.program.pid, limits.most);
         let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
         let plan = relocate::plan(&ranked, &pages, limits);
-        // CPU time: where programs leave it few CPUs, waiting for one is no cost of this.
+        // Measured in CPU time: where programs leave few CPUs, waiting for one is no cost of planning.
         self.plan_again = Instant::now() + (clock::cpu_time() - began) * PLAN_PART;
         self.carry_out(&plan, reserve)
     }
@@ -288,7 +286,7 @@ impl Tierer {
         let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
         let by = |pid, pages: &[u64], node| self.kernel.move_pages(pid, pages, node);
         let (watched, moves, epoch) = (&mut self.watched, &mut self.status.moves, self.status.epochs);
-        // Half of the reserve, because other programs may take memory of it meanwhile.
+        // Half of the reserve, because other programs may take memory of it during the turn.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX);
         let (made, result) = carry_out(plan, turn, &mut |tier, pages, each| {
             let order = |(process, address)| Order { process, address };
@@ -308,7 +306,7 @@ impl Tierer {
         result
     }
 
-    /// Remembers which pages were moved for which others, to see whether that pays.
+    /// Records which pages were moved for which others, so that `worth` sees whether the moves pay.
     fn note(&mut self, plan: &relocate::Plan, made: &[usize]) {
         let epoch = self.status.epochs;
         let alone = plan.promote.len() - plan.gains.len();
@@ -317,7 +315,7 @@ impl Tierer {
             let [(hot_at, hot), (cold_at, cold)] = [plan.promote[at], plan.demote[partner]].map(place);
             let [of_hot, of_cold] = [hot_at, cold_at].map(|at| &self.watched[at]);
             let by = By { pid: of_hot.program.pid, rate: of_hot.rate };
-            // Counts are halved in each epoch: with as many new samples in each they are twice that.
+            // Counts are halved in each epoch, so equally many new samples in each add up to twice their number.
             let gains = plan.gains[at - alone] * (PAGE * SAMPLE) as f64 / 2.0;
             self.worth.moved(epoch, (by.pid, hot), by, Some(gains), || of_hot.classifier.recent(hot));
             self.worth.moved(epoch, (of_cold.program.pid, cold), by, None, || of_cold.classifier.recent(cold));

@@ -1,7 +1,7 @@
-//! What the engine asks the kernel about processes: their page tables, and moves of their pages.
+//! The engine's requests to the kernel about processes: their page tables, and moves of their pages.
 //!
-//! Before: a program was chosen. After: [`crate::pages`] and [`crate::mover`] have answers, of this machine
-//! or, in tests, of a model. Threads: the engine's. Units: addresses of the process, numbers of nodes.
+//! Before: a program was chosen. After: [`crate::pages`] and [`crate::mover`] have answers, of this machine or, in
+//! tests, of a model. Threads: the engine's. Units: addresses of the process, numbers of nodes.
 //! Promise: none of its own; the calls are those of `ballast-sys`.
 
 use std::io;
@@ -33,16 +33,13 @@ impl PageTable for Remote {
 /// Moves pages of a process to a node; see [`move_pages`].
 pub type Move<'a> = dyn Fn(u32, &[u64], u32) -> io::Result<Option<Vec<Place>>> + 'a;
 
-/// A kernel.
+/// The kernel, or a model of it.
 pub(crate) trait Kernel: Send {
-    /// Opens the page table of a process.
     fn open(&self, pid: u32) -> io::Result<Box<dyn PageTable>>;
 
-    /// Moves pages.
     fn move_pages(&self, pid: u32, pages: &[u64], node: u32) -> io::Result<Option<Vec<Place>>>;
 }
 
-/// The kernel of this machine.
 #[derive(Debug)]
 pub(crate) struct Machine;
 

@@ -52,11 +52,11 @@ impl Files {
         read(self.path(path))
     }
 
-    /// The same; `None` if there is no such file.
+    /// Its text, trimmed; `None` if there is no such file.
     pub fn optional(&self, path: &str) -> io::Result<Option<String>> {
         match self.text(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            // A file of a process that has just ended.
+            // ESRCH: the file of a process that has just ended.
             Err(error) if error.raw_os_error() == Some(3) => Ok(None),
             other => other.map(Some),
         }
@@ -68,7 +68,7 @@ impl Files {
         text.parse().map_err(|_| io::Error::other(format!("{} holds no number: {text:?}", self.path(path).display())))
     }
 
-    /// Write it.
+    /// Writes a value to a file.
     pub fn write(&self, path: &str, value: impl ToString) -> io::Result<()> {
         write(self.path(path), value)
     }

@@ -1,10 +1,10 @@
 //! Tiering inside a guest, after Demeter (§3.2): the guest samples its own accesses and moves its own pages between
-//! NUMA nodes of different speed; the host only says how large each is.
+//! NUMA nodes of different speed; the host only sets how large each node is.
 //!
 //! ```text
 //! source (DAMON) ─► ballast-ranges ─► relocate::plan ─► mover ─► move_pages(2)
 //!                                              ▲
-//!             nodes (which is fast)   pages (where each page is)   beside (who else moves pages)
+//!             nodes (which is fast)   pages (where each page is)   beside (others that move pages)
 //! ```
 //!
 //! Read the files in this order: [`settings`], [`nodes`], [`programs`], [`source`], [`pages`], `watched.rs`, [`mover`],

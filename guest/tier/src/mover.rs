@@ -1,10 +1,10 @@
-//! Moves pages as a plan says: demote first, then promote into what that has freed, turn by turn (Demeter §3.2.3).
+//! Moves pages as a plan says: demote first, then promote into the freed memory, turn by turn (Demeter §3.2.3).
 //!
 //! Before: a plan of [`ballast_ranges::relocate`]. After: pages are on other nodes, and each result is booked.
 //! The paper swaps pages; no stock call can, so a turn is no larger than the reserve that the fast tier keeps free.
 //! Threads: the caller's. Units: pages, bytes.
-//! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn; what
-//! is refused for one program, or pinned by it, keeps no other one's pages where they are.
+//! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn; pages
+//! that one program pins, or that the kernel refuses to move for it, do not hold up another program's pages.
 
 use std::io;
 
@@ -34,7 +34,7 @@ pub struct Moves {
     pub full: u64,
     /// Pages that the kernel cannot move.
     pub never: u64,
-    /// Pages of programs that may not have them moved there (their cpuset, say).
+    /// Pages of programs that may not use the other node, for example by their cpuset.
     pub refused: u64,
 }
 
@@ -75,7 +75,7 @@ impl Mover<'_> {
     /// Moves pages of any processes to this tier, and reports the result for each. Returns false if it is full.
     ///
     /// # Errors
-    /// The kernel does not say what is free.
+    /// The kernel does not say how much memory is free.
     pub fn carry(
         &self,
         move_pages: &Move<'_>,
@@ -118,7 +118,7 @@ impl Mover<'_> {
                         (moves.full, has_room) = (moves.full + 1, false);
                         continue;
                     }
-                    // It was not tried, so the next plan has it again.
+                    // The page was not tried, so the next plan has it again.
                     Place::Untried if !are_stuck => continue,
                     Place::Shared => (&mut moves.shared, Became::Stays),
                     Place::Busy | Place::Untried => (&mut moves.busy, Became::Stays),
@@ -132,8 +132,8 @@ impl Mover<'_> {
     }
 
     /// If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its reason.
-    /// Returns whether the others count as pinned: a program may have more memory pinned than pages can be asked alone
-    /// until they are tried again, and it would fill each plan.
+    /// Returns whether the other pages count as pinned: a program may have more pinned pages than can be moved alone
+    /// before the first of them are tried again, and these pages would fill each plan.
     fn ask_alone(
         &self,
         move_pages: &Move<'_>,
@@ -160,7 +160,7 @@ impl Mover<'_> {
         stuck == MOST_ALONE
     }
 
-    /// Returns what is free of a node above the kernel's reserve.
+    /// Returns the free memory of a node above the kernel's reserve.
     fn room(&self, node: u32) -> io::Result<u64> {
         let now = usage(self.files, node)?;
         Ok(now.free.saturating_sub(now.high))
@@ -189,8 +189,7 @@ impl Mover<'_> {
     }
 }
 
-/// Most pages of a list that are moved alone to learn why they stay. If all of them are pinned, so is the rest of the
-/// list, as far as anybody knows.
+/// Most pages of a list that are moved alone to learn why they stay. If all are pinned, the rest counts as pinned.
 const MOST_ALONE: usize = 64;
 
 #[cfg(test)]
@@ -287,9 +286,9 @@ mod tests {
         };
         assert_eq!(carry(0), (0, 0, 1000));
         assert_eq!(carry(900), (1000, 1000, 0));
-        // One of those that were asked alone moves, so others may.
+        // One of the pages that are moved alone goes, so others may go, too.
         assert_eq!(carry(63), (63, 63, 1));
-        // The kernel says the same where the node has no page for it.
+        // The kernel gives the same answer where the node has no free page.
         let meminfo = "Node 1 MemTotal: 99999 kB\nNode 1 MemFree: 20 kB\n";
         let full = |_: u32, pages: &[u64], _: u32| {
             put(root.path(), "/sys/devices/system/node/node1/meminfo", meminfo);

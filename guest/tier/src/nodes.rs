@@ -1,10 +1,10 @@
-//! Which memory is fast: the NUMA nodes of this machine in tiers, and what each has free.
+//! Which memory is fast: the NUMA nodes of this machine in tiers, and the free memory of each.
 //!
 //! Before: a kernel that knows its memory from firmware. After: [`crate::engine`] fills the fast tier with hot pages.
 //! Threads: any. Units: bytes; nanoseconds; numbers of nodes.
 //!
-//! Nodes are told apart by the kernel's own memory tiers, which it makes from HMAT (Linux 6.7).
-//! Promise: nothing is guessed. Nodes that cannot be told apart are one tier, and then nothing is moved.
+//! The speed of nodes is known by the kernel's own memory tiers, which it makes from HMAT (Linux 6.7).
+//! Promise: nothing is guessed. Nodes without a known difference are one tier, and then nothing is moved.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -79,12 +79,12 @@ impl Tiers {
         self.frames[..after].last().filter(|(_, end, _)| frame < *end).map(|(.., node)| *node)
     }
 
-    /// Is this node in the fastest tier?
+    /// Returns whether this node is in the fastest tier.
     pub fn is_fast(&self, node: u32) -> bool {
         self.list.first().is_some_and(|tier| tier.nodes.contains(&node))
     }
 
-    /// Can the kernel say which node a frame is of?
+    /// Returns whether the kernel says which node has a frame.
     pub fn knows_frames(&self) -> bool {
         !self.frames.is_empty()
     }
@@ -152,7 +152,6 @@ pub(crate) mod tests {
     use super::*;
     use std::path::Path;
 
-    /// A file below a root.
     pub(crate) fn put(root: &Path, path: &str, text: &str) {
         let path = root.join(path.trim_start_matches('/'));
         std::fs::create_dir_all(path.parent().expect("a folder")).expect("folder");
@@ -166,7 +165,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Two nodes, the first of which is fast, the first 1 GiB of 128 MiB blocks its own and 2 GiB the other's.
+    /// Writes two nodes in blocks of 128 MiB: the first is fast and has the first 1 GiB, the second the next 2 GiB.
     pub(crate) fn two_nodes(root: &Path) {
         put(root, "/sys/devices/system/node/has_memory", "0-1\n");
         put(root, "/sys/devices/system/node/online", "0-1\n");
@@ -202,7 +201,7 @@ pub(crate) mod tests {
         let tiers = Tiers::detect(&files).expect("detected");
         assert_eq!((nodes(&tiers), tiers.list[0].read_latency_ns), (vec![vec![1], vec![0]], Some(70)));
         assert!(tiers.is_fast(1) && !tiers.is_fast(0));
-        // One of which it says nothing, or that it has none.
+        // Tiers of the kernel that leave out a node, or that have both nodes in one.
         for lists in [["1", ""], ["0-1", ""]] {
             tell_apart(root.path(), &lists);
             assert_eq!(nodes(&Tiers::detect(&files).expect("detected")), [[0, 1]]);

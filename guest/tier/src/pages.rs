@@ -1,8 +1,8 @@
 //! Where a program's pages are: which are there, which of them are in the fast tier, and which may be moved.
 //!
-//! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and moves
-//! are recorded in it. The page table is read a part at a time, round and round, so that the cost of an epoch does not
-//! depend on the size; what is mapped anew has most of it.
+//! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with the pages, and
+//! moves are recorded in them. The page table is read a part at a time, round and round, so that the cost of an epoch
+//! does not depend on the size; new mappings are read first.
 //! Units: addresses; units of 2 MiB (128 KiB of bits for a GiB). Threads: none of its own.
 //! Promise: bounded by the program's memory. The bits may be old; then a move fails and is reported.
 
@@ -35,7 +35,7 @@ pub struct Pages {
     looks: u64,
 }
 
-/// Returns what these ranges have beside the others; both ascending.
+/// Returns the parts of `ranges` that are not in `others`; both are ascending.
 fn without(ranges: &[(u64, u64)], others: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut left = Vec::new();
     for &(mut start, end) in ranges {
@@ -68,9 +68,9 @@ impl Pages {
         self.areas = areas;
     }
 
-    /// Reads page-table entries, once in an epoch, about `most` of them at most: of parts that were never read, and of
-    /// all memory once that was read as a whole, from the end of the last read, round and round. However much is new,
-    /// half of them are for what is known. Returns how many.
+    /// Reads about `most` page-table entries at most, once in an epoch: of parts that were never read, and, once all
+    /// memory was read, of all memory, from the end of the last read, round and round. However much memory is new, half
+    /// of the entries are for known memory. Returns the number of entries.
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
@@ -143,7 +143,7 @@ impl Pages {
         self.rounds
     }
 
-    /// A page is in this tier now.
+    /// Records that a page is in this tier now.
     pub fn moved(&mut self, address: u64, tier: Tier) {
         let (number, word, bit) = place(address);
         if let Some(unit) = self.units.get_mut(&number) {
@@ -151,7 +151,7 @@ impl Pages {
         }
     }
 
-    /// The page is gone.
+    /// Records that the page is gone.
     pub fn gone(&mut self, address: u64) {
         let (number, word, bit) = place(address);
         if let Some(unit) = self.units.get_mut(&number) {
@@ -159,7 +159,7 @@ impl Pages {
         }
     }
 
-    /// A page cannot be moved: leave it alone for a while.
+    /// Records that a page cannot be moved: it is left alone for a while.
     pub fn kept(&mut self, address: u64) {
         let (number, word, bit) = place(address);
         if let Some(unit) = self.units.get_mut(&number) {
@@ -173,8 +173,8 @@ impl Pages {
         each.fold((0, 0), |(free, fast), (more, of_them)| (free + more, fast + of_them))
     }
 
-    /// Is this page in the fast tier: 1 or 0, or the share of its unit if the page is not known. `None` if nothing is
-    /// known there.
+    /// Returns whether this page is in the fast tier, as 1 or 0, or the share of its unit if the page is not known.
+    /// `None` if nothing is known there.
     pub fn fast_share(&self, address: u64) -> Option<f64> {
         let (number, word, bit) = place(address);
         let unit = self.units.get(&number)?;
@@ -255,7 +255,7 @@ mod tests {
             let mut pages = Pages::default();
             let seen = |(is_fast, is_shared)| Seen { is_fast, is_shared };
             pages.note(found.iter().map(|(page, found)| (page * PAGE, found.map(seen))));
-            // Shared ones are like those that are kept.
+            // Shared pages are never visited, like kept ones.
             let mut model: Map<u64, (bool, bool)> =
                 found.iter().filter_map(|(page, found)| Some((*page, (*found)?))).collect();
             for (page, what) in then {
@@ -376,7 +376,7 @@ mod tests {
             return ballast_testkit::skip("root", "physical addresses are hidden");
         }
         assert_eq!(pages.counts().0, 150);
-        // What is mapped later is read first, and at once.
+        // Memory that is mapped later is read first, and at once.
         touch(0..3000);
         pages.set_areas(vec![(start, start + 3000 * PAGE)]);
         assert!(pages.look(&process, &tiers, 10_000).expect("readable") >= 2700);

@@ -3,7 +3,7 @@
 //! Before: the choice of the guest's owner. After: [`crate::engine`] samples these programs and moves their pages.
 //! Threads: any. Units: bytes and addresses.
 //! Promise: a program that opts out is left alone, and so is one whose files cannot be read. A program that ends
-//! meanwhile is left out without an error.
+//! at this moment is left out without an error.
 
 use std::io;
 
@@ -49,7 +49,7 @@ pub fn choose(files: &Files, choice: &Choice) -> io::Result<Vec<Program>> {
     let own = std::process::id();
     let mut found = Vec::new();
     for pid in files.numbered("/proc", "")?.into_iter().filter(|pid| *pid != own) {
-        // What the kernel does not show of one program keeps no other one out.
+        // A program whose files cannot be read keeps no other program out.
         found.extend(program(files, choice, pid).ok().flatten());
     }
     found.sort_by_key(|program| (std::cmp::Reverse(program.resident), program.pid));
@@ -69,7 +69,7 @@ fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Progra
     if environment.split('\0').any(|word| word == OPT_OUT) {
         return Ok(None);
     }
-    // The name of a program may hold anything; what follows the last parenthesis does not.
+    // The name of a program may contain any character; the fields follow the last parenthesis.
     let Some((_, rest)) = stat.rsplit_once(") ") else { return Ok(None) };
     let start = rest.split_ascii_whitespace().nth(19).and_then(|word| word.parse().ok());
     Ok(start.map(|start| Program { pid, start, resident }))
@@ -128,20 +128,20 @@ impl<'a> Area<'a> {
 /// Finds roots and areas in a map of memory, of a program whose own file is `exe`.
 fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, Invalid> {
     let all: Vec<Area<'_>> = maps.lines().filter_map(Area::parse).collect();
-    // The program has no memory above it.
+    // The program has no memory above its stack.
     let stack = all.iter().find(|area| area.path == "[stack]").map(|area| area.start);
     let top = stack.unwrap_or_else(|| all.iter().filter(|area| area.is_its_own()).map(|a| a.end).max().unwrap_or(0));
     let heap: Vec<&Area<'_>> = all.iter().filter(|area| area.path == "[heap]").collect();
     let heap = heap.first().zip(heap.last()).map(|(first, last)| (first.start, last.end));
-    // The program's own code and data are below the heap, and what it maps is above it; without a heap, what comes
-    // after the program's own file.
+    // The program's own code and data are below the heap, and its mappings are above the heap; without a heap, its
+    // mappings are above the program's own file.
     let is_exe = |area: &&Area<'_>| area.is_file && Some(area.path) == exe;
     let own = all.iter().find(is_exe).or_else(|| all.iter().find(|area| area.is_file)).map(|area| area.path);
     let code: Vec<&Area<'_>> = all.iter().filter(|area| own == Some(area.path)).collect();
     let above = heap.map_or_else(|| code.iter().map(|area| area.end).max().unwrap_or(0), |(_, end)| end);
     let own_areas = || all.iter().filter(|area| area.is_its_own() && area.end <= top);
     let mapped = own_areas().filter(|area| area.start >= above).map(|area| area.start).min();
-    // What it maps below all of that: the heaps of Go and Java. They grow up.
+    // Mappings below the code are the heaps of Go and Java, which grow up.
     let below = heap.map(|(start, _)| start).into_iter().chain(code.iter().map(|area| area.start)).min().unwrap_or(0);
     let lowest = own_areas().filter(|area| area.end <= below).map(|area| area.start).min();
     let low = lowest.map(|start| (start / UNIT * UNIT, below / UNIT * UNIT));
@@ -160,7 +160,7 @@ fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, Invalid> {
     };
     let roots: Vec<(u64, u64)> = low.into_iter().chain(rest).filter(|(start, end)| start < end).collect();
     let inside = |area: &Area<'_>| {
-        // Two roots that touch have no area across their border. What is left of one below the code ends within a unit.
+        // No area crosses the border of two roots that touch. The root below the code ends with a unit, inside an area.
         let root = roots[..roots.partition_point(|(start, _)| *start <= area.start)].last();
         root.filter(|(_, end)| area.start < *end).map(|(_, end)| (area.start, area.end.min(*end)))
     };

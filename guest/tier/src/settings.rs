@@ -1,4 +1,4 @@
-//! What the owner of a guest sets, and why there may be no tiering.
+//! Settings of the guest's owner, and the reasons why there is no tiering.
 //!
 //! Before: options of the agent. After: [`crate::Tierer`] starts, or says what this machine lacks.
 //! Threads: none; plain values. Units: in each name. Promise: an error names what is missing.
@@ -11,7 +11,7 @@ use crate::programs::Choice;
 /// How long an epoch is (Demeter §3.2.1).
 pub const EPOCH: Duration = Duration::from_millis(500);
 
-/// Epochs after which what the kernel refused to move is tried again: 30 s.
+/// Epochs after which pages that the kernel refused to move are tried again: 30 s.
 pub(crate) const AGAIN_AFTER: u64 = 60;
 
 /// Settings of the guest's owner.

@@ -20,7 +20,6 @@ pub struct TierStatus {
 }
 
 impl TierStatus {
-    /// Adds a node.
     pub(crate) fn add(&mut self, node: u32, now: Use) {
         self.nodes.push(node);
         self.size_bytes += now.size;
@@ -39,7 +38,7 @@ pub struct Status {
     pub notes: Vec<String>,
     /// Programs that are managed.
     pub programs: u64,
-    /// Memory of theirs that can be moved, as far as page tables have been read.
+    /// Memory of these programs that can be moved, as far as page tables have been read.
     pub managed_bytes: u64,
     /// Part of it in the fast tier.
     pub managed_fast_bytes: u64,
@@ -55,6 +54,6 @@ pub struct Status {
     pub moves: Moves,
     /// CPU time of all this.
     pub cpu_us: u64,
-    /// CPU time of the kernel's monitor for it.
+    /// CPU time of the kernel's monitor for tiering.
     pub monitor_cpu_us: u64,
 }

@@ -1,4 +1,4 @@
-//! A unit of 2 MiB of a program: what is known of its 512 pages, as bits.
+//! A unit of 2 MiB of a program: the known state of its 512 pages, as bits.
 //!
 //! Before: a page table's entries. After: [`crate::pages`] counts and visits the pages that may be moved.
 //! Threads: none of its own. Units: pages, 64 in a word. Promise: 256 bytes for each unit.
@@ -7,10 +7,8 @@ use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT};
 pub(crate) use ballast_ranges::UNIT;
 
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
-/// Words of a unit.
 pub(crate) const WORDS: usize = PAGES_PER_UNIT as usize / 64;
 
-/// Its pages.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Unit {
     pub present: [u64; WORDS],
@@ -35,7 +33,7 @@ pub(crate) fn place(address: u64) -> (u64, usize, u64) {
 }
 
 impl Unit {
-    /// Sets what was seen of a page; with nothing, it is absent.
+    /// Sets the seen state of a page; `None`: it is absent.
     pub fn see(&mut self, (word, bit): (usize, u64), seen: Option<Seen>) {
         let put = |bits: &mut [u64; WORDS], is_set: bool| {
             bits[word] = if is_set { bits[word] | bit } else { bits[word] & !bit };
@@ -58,7 +56,7 @@ impl Unit {
         })
     }
 
-    /// Returns the part of its pages that is fast.
+    /// Returns the share of its present pages that is fast.
     pub fn fast_share(&self) -> f64 {
         let ones = |words: &[u64; WORDS]| words.iter().map(|word| word.count_ones()).sum::<u32>();
         f64::from(ones(&self.fast)) / f64::from(ones(&self.present).max(1))

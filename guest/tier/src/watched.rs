@@ -1,6 +1,6 @@
 //! A program that is managed: its ranges, its pages, and whether these may be moved now.
 //!
-//! Before: [`crate::programs`] has chosen it. After: [`crate::engine`] plans with what is known of it.
+//! Before: [`crate::programs`] has chosen it. After: [`crate::engine`] plans with its ranges and pages.
 //! Threads: none. Units: epochs, bytes, samples in [`SAMPLE`]ths.
 //! Promise: a program whose pages the kernel refuses to move is left alone for a while, and then tried again.
 
@@ -14,13 +14,11 @@ use crate::pages::Pages;
 use crate::programs::Program;
 use crate::settings::AGAIN_AFTER;
 
-/// A program that is managed.
 pub(crate) struct Watched {
     pub program: Program,
     pub process: Box<dyn PageTable>,
     pub classifier: Fitted,
     pub pages: Pages,
-    /// New samples of this epoch.
     pub new: u64,
     /// Samples of an epoch, in the mean of the last ones; older ones count less.
     pub rate: f64,
@@ -33,7 +31,7 @@ impl Watched {
         Self { program, process, classifier, pages: Pages::default(), new: 0, rate: 0.0, rests_until: 0 }
     }
 
-    /// Has it memory that is in none of the roots that are classified? It was mapped below all that it had before.
+    /// Returns whether the program has memory outside of all classified roots, mapped below all that it had before.
     pub fn outgrows(&self, areas: &[(u64, u64)]) -> bool {
         let ranges = self.classifier.ranges();
         let is_in = |address: u64| {
@@ -43,45 +41,40 @@ impl Watched {
         !areas.iter().all(|(start, end)| is_in(*start) && is_in(end - 1))
     }
 
-    /// It was chosen again, and maps this memory.
+    /// Records that the program was chosen again, and maps this memory.
     pub fn chosen(&mut self, program: Program, areas: Vec<(u64, u64)>) {
         self.program = program;
         self.pages.set_areas(areas);
     }
 
-    /// Tiers are made of other nodes: what is known of its pages is of no use.
+    /// Forgets the places of pages, because the tiers have other nodes now.
     pub fn forget_pages(&mut self) {
         self.pages = Pages::default();
     }
 
-    /// An epoch begins.
     pub fn begin(&mut self) {
         self.new = 0;
     }
 
-    /// Its samples of this epoch are all recorded.
     pub fn end_epoch(&mut self) {
         self.rate = (self.rate + self.new as f64) / 2.0;
         self.classifier.end_epoch();
     }
 
-    /// Samples were taken.
     pub fn record(&mut self, address: u64, count: u32, each: u32) {
         self.new += u64::from(count) * SAMPLE;
         self.classifier.record(address, count, each);
     }
 
-    /// Reads a part of its page table, about `most` entries at most.
     pub fn look(&mut self, tiers: &Tiers, most: u64) -> io::Result<()> {
         self.pages.look(&*self.process, tiers, most).map(drop)
     }
 
-    /// The kernel has refused to move its pages.
     pub fn refused(&mut self, epoch: u64) {
         self.rests_until = epoch + AGAIN_AFTER;
     }
 
-    /// Is it left alone because the kernel has refused to move its pages?
+    /// Returns whether the program is left alone because the kernel has refused to move its pages.
     pub fn rests(&self, epoch: u64) -> bool {
         epoch < self.rests_until
     }

@@ -1,11 +1,11 @@
-//! Whether moves paid: what each program's promotions promised, and what they brought.
+//! Whether moves paid: the promised and the actual benefit of each program's promotions.
 //!
 //! Before: pages were promoted because they were accessed more often than those that they replace. After: for the next
-//! epochs the accesses to both are compared with that promise, which is for as many samples as the program has: while
-//! it sleeps, nothing is expected. A program whose promotions bring nothing (it goes through its memory in order, or
-//! its phases are short) may have ever fewer promoted, down to 1/32 of what may be moved, and as many as before soon
-//! after they pay again. The papers have nothing like it: where the hottest memory is that which was just used and will
-//! not be used again soon, their moves cost bandwidth and gain nothing.
+//! epochs the accesses to both are compared with the promise of the plan. A promise is for each sample of the program:
+//! while the program sleeps, nothing is expected. A program whose promotions bring nothing (it goes through its memory
+//! in order, or its phases are short) may have ever fewer promoted, down to 1/32 of what may be moved, and as many as
+//! before soon after they pay again. The papers have no such check: if the hottest memory was just used and will not be
+//! used again soon, their moves cost bandwidth and gain nothing.
 //! Threads: the tierer's. Units: epochs, units of 2 MiB, samples in [`SAMPLE`]ths for each epoch.
 //! Promise: at most the units moved in [`JUDGED`] epochs are remembered; a program never loses all of its promotions.
 
@@ -15,18 +15,18 @@ use std::collections::hash_map::Entry;
 use ballast_base::PAGES_PER_UNIT;
 use ballast_ranges::{SAMPLE, UNIT};
 
-/// Epochs for which the accesses to what was moved are compared with the promise.
+/// Epochs for which the accesses to moved pages are compared with the promise.
 const JUDGED: u64 = 8;
 /// Each epoch these sums lose a tenth.
 const KEPT: f64 = 0.9;
 /// Promotions do not pay if they bring less than this part of their promise. With a quarter, heat that jumps every 2 s
 /// is followed half as well.
 const PAYS: f64 = 0.1;
-/// Less than this was promised: nothing is known.
+/// If less than this was promised, nothing is known.
 const FEW: f64 = 10.0 * SAMPLE as f64;
 /// A program's part of what may be moved is 1/2^N, up to this N.
 const MOST_HALVINGS: u32 = 5;
-/// Less than this in all sums, and a program is forgotten.
+/// A program is forgotten when its sums are below this.
 const NOTHING: f64 = 0.01;
 
 /// A unit of a program, by its process id.
@@ -39,20 +39,19 @@ pub(crate) struct By {
     pub rate: f64,
 }
 
-/// A unit of which pages were moved.
 #[derive(Clone, Copy, Debug)]
 struct Moved {
     epoch: u64,
     by: By,
-    /// Part of its pages, negative if they were demoted.
+    /// Share of the unit's pages that was moved; negative if they were demoted.
     part: f64,
-    /// What they promised for each sample of the program.
+    /// Promised samples for each sample of the program.
     promised: f64,
-    /// Its recent samples at the last look.
+    /// The unit's recent samples at the last look.
     recent: u64,
 }
 
-/// Promises of a program, and what they brought.
+/// Promised and actual benefit of a program's promotions.
 #[derive(Clone, Copy, Debug, Default)]
 struct Account {
     promised: f64,
@@ -68,13 +67,13 @@ impl Account {
             self.halvings /= 2;
         } else if self.halvings < MOST_HALVINGS {
             self.halvings += 1;
-            // From now on half as much is promised, and that weighs as much as what was before.
+            // Half as much is promised from now on, and the new promises weigh as much as the former ones.
             (self.promised, self.delivered) = (self.promised / 2.0, self.delivered / 2.0);
         }
     }
 }
 
-/// What was moved in the last epochs, and what that was worth.
+/// Units that were moved in the last epochs, and the accounts of programs.
 #[derive(Debug, Default)]
 pub(crate) struct Worth {
     moved: HashMap<Place, Moved>,
@@ -82,8 +81,8 @@ pub(crate) struct Worth {
 }
 
 impl Worth {
-    /// An epoch has ended. `recent` is the count of a unit as [`ballast_ranges::Classifier::recent`] returns it, and
-    /// `new` the samples of a program in this epoch; `None`: that program is not managed any more.
+    /// An epoch has ended. `recent` is the count of a unit as [`ballast_ranges::Fitted::recent`] returns it, and `new`
+    /// the samples of a program in this epoch; `None`: that program is not managed any more.
     pub fn judge(&mut self, epoch: u64, recent: impl Fn(u32, u64) -> Option<u64>, new: impl Fn(u32) -> Option<u64>) {
         for account in self.programs.values_mut() {
             (account.promised, account.delivered) = (account.promised * KEPT, account.delivered * KEPT);
@@ -95,12 +94,12 @@ impl Worth {
             }
             let Some(now) = recent(*pid, *unit * UNIT) else { return false };
             let Some(of_program) = new(moved.by.pid) else { return false };
-            // Counts were halved since: `now` is half of what was left and what is new.
+            // Counts were halved since: `now` is half of the former count and the new samples.
             let new = (2 * now).saturating_sub(moved.recent) as f64;
             moved.recent = now;
             let account = programs.entry(moved.by.pid).or_default();
             account.promised += moved.promised * of_program as f64;
-            // What others do while the program sleeps says nothing about its promotions.
+            // Accesses of others while the program sleeps say nothing about its promotions.
             let part = if moved.part < 0.0 { moved.part * moved.by.awake(of_program) } else { moved.part };
             account.delivered += new * part;
             true
@@ -109,20 +108,19 @@ impl Worth {
         programs.retain(|_, account| account.halvings > 0 || account.promised >= NOTHING);
     }
 
-    /// Returns how much is remembered.
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.moved.len() + self.programs.len()
     }
 
-    /// Returns how many pages of this program may be promoted, where `most` may be of all programs.
+    /// Returns how many pages of this program may be promoted, if `most` pages of all programs may be.
     pub fn most(&self, pid: u32, most: u64) -> u64 {
         let halvings = self.programs.get(&pid).map_or(0, |account| account.halvings);
         (most >> halvings).max(1)
     }
 
-    /// A page was promoted for what it gains for an epoch, or (with nothing) demoted for a page of program `by`.
-    /// `recent` returns its unit's count.
+    /// Records that a page was promoted (`gains`: the promised samples in an epoch) or, without `gains`, demoted for a
+    /// page of program `by`. `recent` returns the count of the page's unit.
     pub fn moved(
         &mut self,
         epoch: u64,
@@ -132,8 +130,8 @@ impl Worth {
         recent: impl FnOnce() -> u64,
     ) {
         let part = if gains.is_some() { 1.0 } else { -1.0 } / PAGES_PER_UNIT as f64;
-        // Of moves there and back the last says where its pages are; what goes the same way adds up, also over epochs
-        // in which little may be moved.
+        // Of moves there and back, the last one says where the unit's pages are. Moves in one direction add up, also
+        // over epochs in which little may be moved.
         let goes_on = |last: &Moved| last.by.pid == by.pid && last.part * part >= 0.0;
         let moved = match self.moved.entry((pid, address / UNIT)) {
             Entry::Occupied(last) if goes_on(last.get()) => last.into_mut(),
@@ -149,7 +147,7 @@ impl Worth {
 }
 
 impl By {
-    /// Returns which part of its samples it has, 1 at most.
+    /// Returns the program's new samples as a share of its rate at the move, 1 at most.
     fn awake(&self, new: u64) -> f64 {
         (new as f64 / self.rate.max(1.0)).min(1.0)
     }
@@ -166,10 +164,9 @@ mod tests {
     const RATE: u64 = 1000 * SAMPLE;
     const BY: By = By { pid: PID, rate: RATE as f64 };
 
-    /// A program of which in each epoch as much of a unit is promoted as may be, for as much of one that is demoted.
+    /// A program that in each epoch has as many pages of a unit promoted as it may, for as many demoted pages.
     struct Program {
         worth: Worth,
-        /// The counts of promoted units at the last look.
         counts: HashMap<u64, u64>,
     }
 
@@ -178,8 +175,8 @@ mod tests {
             Self { worth: Worth::default(), counts: HashMap::new() }
         }
 
-        /// An epoch in which the program has this number of samples, a promoted unit as many as `seen` says of the
-        /// epochs since, and one more is promoted if that promises samples. Returns the program's part of MOST.
+        /// Runs an epoch in which the program has `samples`, and a promoted unit `seen` samples by the epochs since its
+        /// promotion. One more unit is promoted if `promise` is not zero. Returns the program's part of `MOST`.
         fn epoch(&mut self, epoch: u64, samples: u64, promise: u64, seen: impl Fn(u64) -> u64) -> u64 {
             let counts = &mut self.counts;
             counts.iter_mut().for_each(|(unit, count)| *count = (*count + seen(epoch - *unit) * SAMPLE) / 2);

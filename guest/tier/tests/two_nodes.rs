@@ -91,7 +91,6 @@ fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
 
 /// Has the kernel hold the first pages of this memory for pipes: they stay where they are as long as the pipes live.
 fn pin(memory: &Anon, pages: usize) -> Vec<(std::io::PipeReader, std::io::PipeWriter)> {
-    // What a pipe has room for.
     const OF_A_PIPE: usize = 16;
     let pipes = (0..pages).step_by(OF_A_PIPE).map(|first| {
         let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -115,7 +114,7 @@ fn pages_that_are_pinned_stay_and_are_told_as_that_and_all_others_go() {
     let to = if first == Place::Node(tiers.list[0].nodes[0]) { Tier::Slow } else { Tier::Fast };
     let pids = [std::process::id()];
     let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
-    // Fewer than are asked alone, and more.
+    // Fewer pages than are moved alone, and more.
     for (pinned, least) in [(20, 20), (700, 512)] {
         let _held = pin(&memory, pinned);
         let (mut moves, mut stay) = (Moves::default(), Vec::new());
@@ -125,7 +124,7 @@ fn pages_that_are_pinned_stay_and_are_told_as_that_and_all_others_go() {
         assert!(nodes(&memory)[..pinned].iter().all(|place| *place == first));
         let others = nodes(&memory)[pinned..].iter().filter(|place| **place != first).count();
         assert!(others > 0 && others as u64 <= moves.promoted + moves.demoted, "{others} moved: {moves:?}");
-        // Back, for the next.
+        // The pages go back for the next round.
         let back = if to == Tier::Slow { Tier::Fast } else { Tier::Slow };
         mover.carry(&move_pages, back, &orders(&memory), &mut Moves::default(), &mut |_, _| ()).expect("permitted");
     }
@@ -141,7 +140,7 @@ impl Confined {
     fn start(node: u32) -> std::io::Result<Self> {
         let (all, group) = ("/sys/fs/cgroup", "/sys/fs/cgroup/two-nodes-test");
         std::fs::write(format!("{all}/cgroup.subtree_control"), "+cpuset")?;
-        // One that ended early leaves it.
+        // A test that ended early leaves the group.
         let _ = std::fs::remove_dir(group);
         std::fs::create_dir(group)?;
         let child = std::process::Command::new("sleep").arg("1000").spawn()?;
@@ -168,7 +167,7 @@ fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
         Ok(confined) => confined,
     };
     let pid = confined.child.id();
-    // It may not have mapped its memory yet.
+    // The process may not have mapped its memory yet.
     let areas = loop {
         match memory(&files, pid) {
             Ok(memory) if !memory.areas.is_empty() => break memory.areas,

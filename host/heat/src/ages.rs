@@ -35,8 +35,7 @@ pub struct Heat {
     pub fine_cycles: u64,
     /// Memory that is tracked.
     pub present_bytes: u64,
-    /// Memory touched in the recent cycles. A touched unit without a fine scan counts with the average share of those
-    /// with one.
+    /// Memory touched in the recent cycles. A touched unit without a fine scan counts with the average share of others.
     pub wss_bytes: u64,
     /// Memory touched if each touched unit counted as a whole: the result of tracking huge pages alone.
     pub wss_huge_bytes: u64,
@@ -169,7 +168,6 @@ impl Strip {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Adds a unit to the cells that it is in.
     fn add(&mut self, unit: UnitId, present: u64, hot: Option<u64>, touched: bool, age: Duration) {
         let (count, total) = (self.cells.len() as u64, self.total());
         if count == 0 || total == 0 {
@@ -246,7 +244,7 @@ mod tests {
         let unit_bytes = ballast_base::HUGE_SIZE as u64;
         assert_eq!(heat.present_bytes, 8 * unit_bytes);
         assert_eq!(heat.wss_huge_bytes, 2 * unit_bytes);
-        // One of the two is an eighth hot; the other is assumed to be, too.
+        // One of the two units is hot in an eighth; the other has no scan and counts like the first.
         assert_eq!(heat.wss_bytes, 2 * unit_bytes / 8);
         assert_eq!((heat.known_share, heat.bloated_units, heat.bloat_bytes), (0.5, 1, unit_bytes * 7 / 8));
         // Unit 1 and the touched pages of unit 0 are fresh. So are its cold pages, after only one scan.

@@ -13,10 +13,8 @@
 
 use crate::source::PageMap;
 
-/// The oldest generation.
 pub const OLDEST: u8 = 3;
 
-/// The generation of a huge page after a cycle.
 pub fn after_cycle(generation: u8, touched: bool) -> u8 {
     if touched { generation.saturating_sub(1) } else { (generation + 1).min(OLDEST) }
 }
@@ -28,7 +26,6 @@ pub fn after_cycle(generation: u8, touched: bool) -> u8 {
 pub struct Blocks(u32);
 
 impl Blocks {
-    /// All blocks in one generation.
     pub fn all_in(generation: u8) -> Self {
         Self(0x1111_1111 << generation.min(OLDEST))
     }

@@ -57,8 +57,7 @@ pub trait Pages {
     /// Pages of a region.
     fn len(&self, region: u32) -> u64;
 
-    /// Pages of a region that are reclaimed as one. Each such *granule* begins at a multiple of this number; all of its
-    /// pages are in one state.
+    /// Pages of a region that are reclaimed as one, in one state. Each *granule* begins at a multiple of this number.
     fn granule(&self, _region: u32) -> u64 {
         1
     }

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-/// A moment: tenths of a second since tracking began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Moment(pub u32);
 
@@ -12,7 +11,6 @@ impl Moment {
         Self(u32::try_from(since_start.as_millis() / 100).unwrap_or(u32::MAX))
     }
 
-    /// Time from an earlier moment to this one.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(u64::from(self.0.saturating_sub(earlier.0)) * 100)
     }

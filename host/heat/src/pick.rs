@@ -4,7 +4,7 @@
 //! Threads: a VM's reclaim worker owns its source. Units: a round offers each unit with pages in memory once.
 //! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
 //! complete a granule. It examines a bounded number of units and pages, however large the VM: faults may wait for the
-//! next evictions. The next call continues there.
+//! next evictions. The next call continues where the last one stopped.
 //!
 //! Cold pages are those of order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse
 //! cycle, because nothing else makes memory cold, and used when it is complete. Without tracking, all pages have order
@@ -37,9 +37,8 @@ const MOST_PAGES: u64 = 64 << 10;
 #[derive(Debug)]
 pub struct HeatSource {
     heat: Arc<VmHeat>,
-    /// The next one first.
+    /// The next offer is on top.
     round: BinaryHeap<Reverse<Offer>>,
-    /// Number of rounds begun.
     rounds: u64,
     /// Number of coarse cycles at the start of the round; `None` without tracking.
     made_at: Option<u64>,
@@ -65,7 +64,7 @@ impl HeatSource {
     }
 
     /// Proposes up to about `want` pages, coldest first, in `out`; fewer if fewer are cold. The next call continues
-    /// there. No page is proposed again while it is in quarantine, because then it is not Resident.
+    /// with the pages after them. No page is proposed again while it is in quarantine, because then it is not Resident.
     ///
     /// Returns whether another call may find more at once: this one ended because it had examined as much as it may.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) -> bool {
@@ -174,7 +173,7 @@ fn sweep(
         if limits.wanted == 0 || limits.checks == 0 {
             return Some(Offer { from: (page - base) as u16, ..offer });
         }
-        // By their words first: most pages that may not be evicted are recognized without asking the kernel.
+        // The words are checked first: they exclude most pages that may not be evicted, without asking the kernel.
         let (first, most) = (page, limits.wanted.min(limits.checks));
         let mut may_go = true;
         while may_go && page < stop && page - first < most {
@@ -183,7 +182,7 @@ fn sweep(
             page += if may_go { granule } else { 0 };
         }
         let mut run = PageRange::new(PageIdx(first), PageIdx(page.min(stop)));
-        // A page that was never touched is Resident, too.
+        // A page that was never touched is Resident, too: the kernel is asked which pages are in the file.
         while let Some(present) = (!run.is_empty()).then(|| pages.next_present(region, run)).flatten() {
             limits.wanted = limits.wanted.saturating_sub(present.count());
             push_run(out, region, present);

@@ -203,7 +203,7 @@ fn take<'a>(moves: &mut Vec<Move>, from: impl Iterator<Item = (&'a Item<'a>, Mov
         let count = one.pages.count();
         if count > left {
             if item.whole {
-                // A smaller one may fit.
+                // A smaller item may fit.
                 continue;
             }
             one.pages = some(one.pages, left);
@@ -233,7 +233,6 @@ mod tests {
         UnitId { region: 0, unit: unit as u32 }
     }
 
-    /// A unit of which `hot` random pages are touched.
     fn unit(number: usize, hot: u64, huge: bool, is_slow: bool) -> Unit {
         let (mut random, count) = (Random(number as u64), hot);
         let mut hot = if count == 512 { PageMap::ALL } else { PageMap::NONE };
@@ -257,7 +256,6 @@ mod tests {
         assert!(units[10..].iter().all(|unit| unit.slow.is_empty()), "{:?}", plan.moves.len());
     }
 
-    /// Carries out all moves, and returns the number of pages moved.
     fn carry_out(units: &mut [Unit], plan: &Plan) -> u64 {
         for one in &plan.moves {
             let unit = units.iter_mut().find(|unit| unit.id == one.unit).expect("a unit of the plan");

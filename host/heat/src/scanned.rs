@@ -16,13 +16,11 @@ use crate::source::PageMap;
 
 /// Scans whose times are kept.
 const SCANS: usize = 4;
-/// A unit is uneven if its pages differ by this number of standard deviations more than by chance: 1 of 16,000 even
-/// units seems uneven.
+/// A unit is uneven if its pages differ by this number of standard deviations: 1 of 16,000 even units seems so.
 const SIGMAS: f64 = 4.0;
 /// A unit is bloated if a smaller share of its pages is touched.
 const BLOATED_BELOW: f64 = 0.2;
 
-/// The pages of a unit that was scanned.
 #[derive(Clone, Debug)]
 pub struct Scanned {
     entries: Box<[Entry; PAGES_PER_UNIT as usize]>,
@@ -89,8 +87,7 @@ impl Scanned {
         levels.filter(|(_, pages)| !pages.is_empty()).collect()
     }
 
-    /// The pages of `of` that are colder than the others: no recent scan saw them touched. `None` if the scans do not
-    /// tell pages apart.
+    /// The pages of `of` that no recent scan saw touched. `None` if the scans do not tell pages apart.
     pub fn cold(&self, of: u64) -> Option<PageMap> {
         self.is_uneven(of).then(|| PageMap::first(of).without(self.hot()))
     }
@@ -101,8 +98,8 @@ impl Scanned {
     }
 
     /// Returns whether some of the first `of` pages are hotter than others: the number of scans that saw a page touched
-    /// differs more from page to page than by chance. If all pages are equally warm, stray accesses touch other pages
-    /// each time. One scan cannot tell.
+    /// differs more from page to page than by chance. If all pages are equally warm, each scan sees other pages
+    /// touched. One scan cannot tell.
     pub fn is_uneven(&self, of: u64) -> bool {
         let (scans, share) = (self.scans as f64, self.share(of));
         let chance = scans * share * (1.0 - share);

@@ -9,14 +9,11 @@ use std::time::Duration;
 
 use crate::source::{AccessSource, Cost, CycleReport, PageMap, Seen, UnitId, Watch};
 
-/// The source.
 #[derive(Debug, Default)]
 pub struct Scripted {
     touched: BTreeMap<UnitId, PageMap>,
     running: Option<Watch>,
-    /// The next start fails.
     pub fail_start: bool,
-    /// The next end fails.
     pub fail_end: bool,
 }
 

@@ -1,6 +1,6 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
-//! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
+//! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by its heat, the API shows it.
 //! Threads: any; the lock is held for at most one pass over all units. The kernel is asked without the lock which pages
 //! are in the RAM file, except by a pick: the kernel needs a lock that a VMM may hold for any time. A fault worker
 //! never takes the tracker's lock, and a reader does not wait long for it.

@@ -3,13 +3,11 @@
 //! Before: the tracker of a VM decides what to watch in the next cycle. After: a source reports, for each watched unit,
 //! the touches between [`AccessSource::start`] and [`AccessSource::end`].
 //! Threads: one tracking worker per VM owns its source; it may block in `start` and `end`, and sleeps between them.
-//! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The product's source is the pager's
-//! `scans`.
+//! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The product's source: the pager's `scans`.
 //! Promise: a source changes nothing that the guest can see except time, and at the end of a cycle each unit that was
 //! mapped huge is mapped huge again.
 //!
-//! In the terms of HugeScope's Figure 5: a watch with coarse units is its coarse phase, one with fine units its fine
-//! phase.
+//! In HugeScope's Figure 5, a watch with coarse units is the coarse phase, and one with fine units the fine phase.
 
 use std::io;
 use std::time::Duration;
@@ -171,13 +169,12 @@ pub struct CycleReport {
     pub cost: Cost,
 }
 
-/// Finds out what a guest touches.
+/// Finds the memory that a guest touches.
 pub trait AccessSource: Send {
     /// Begins a cycle: touches of the watched memory are recorded from now on. Called only when no cycle runs.
     fn start(&mut self, watch: &Watch) -> io::Result<()>;
 
-    /// Ends the cycle and reports the touches. After an error, too, no cycle runs, and the guest's page tables are as
-    /// before.
+    /// Ends the cycle and reports the touches. Also after an error no cycle runs, and the page tables are restored.
     fn end(&mut self) -> io::Result<CycleReport>;
 }
 

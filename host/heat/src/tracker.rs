@@ -120,7 +120,6 @@ pub struct Tracker {
     fine_before: [u64; 2],
     coarse_spent: Spent,
     fine_spent: Spent,
-    /// Start of the last fine cycle.
     last_fine: Option<Duration>,
 }
 
@@ -168,8 +167,7 @@ impl Tracker {
         self.units.survey(part, Moment::at(now));
     }
 
-    /// Like [`Self::next`], after the survey. A due fine cycle runs between two coarse ones, however long their plans
-    /// take.
+    /// Like [`Self::next`], after the survey. A due fine cycle runs between two coarse ones, however long plans take.
     pub fn step(&mut self, now: Duration) -> Step {
         if self.is_fine_due(now) {
             let mut fine: Vec<UnitId> = Vec::new();
@@ -240,7 +238,7 @@ impl Tracker {
                     self.recent.pop_front();
                 }
                 self.coarse_spent = Spent::new(report.cost, self.period);
-                // It grows fast: a guest in base pages costs many times what a guest in huge pages does.
+                // The period grows fast: a guest in base pages costs many times as much as a guest in huge pages.
                 let [least, most] = [0.8, 4.0].map(|factor| self.period.mul_f64(factor));
                 self.period = self.pays(report.cost).clamp(least, most).max(self.settings.period);
                 self.next_coarse = (self.begun + self.period).max(now);
@@ -283,9 +281,9 @@ impl Tracker {
             // A unit that is young only because it is new, or that cools down, has no hot pages.
             if generation < 2 && self.is_recent(unit) {
                 let scanned = self.units.scanned(unit);
-                // Units with one scan first: a second one tells a few hot pages from many lukewarm ones. Then those
-                // whose last scan is longest ago. Of those without a scan, the second-youngest generation first: units
-                // with a few hot pages gather there under fair promotion.
+                // Units with one scan come first: a second scan tells a few hot pages from many lukewarm ones. Then
+                // come those whose last scan is longest ago. Of those without a scan, the second-youngest generation
+                // comes first: units with a few hot pages gather there under fair promotion.
                 let is_done = !scanned.is_some_and(Scanned::is_half_done);
                 hot.push((is_done, scanned.map(Scanned::last), generation == 0, unit));
             }
@@ -294,7 +292,6 @@ impl Tracker {
         self.round = hot.into_iter().map(|(.., unit)| unit).collect();
     }
 
-    /// Returns whether a unit was touched in the recent cycles.
     pub(crate) fn is_recent(&self, unit: UnitId) -> bool {
         self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT)
     }

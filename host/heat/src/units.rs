@@ -28,7 +28,7 @@ pub struct Region {
     pub(crate) blocks: Vec<Blocks>,
 }
 
-/// Units that are looked at in one go: 8 GiB, some milliseconds of asking the kernel which pages are in memory.
+/// Units of one part of a survey: 8 GiB, some milliseconds of asking the kernel which pages are in memory.
 pub(crate) const AT_ONCE: u64 = 4096;
 
 #[derive(Clone, Debug)]
@@ -50,7 +50,6 @@ pub fn survey(pages: &dyn Pages) -> impl Iterator<Item = Surveyed> {
     })
 }
 
-/// Counts the pages of a unit that are in memory.
 fn count(pages: &dyn Pages, region: u32, unit: u32) -> u16 {
     let (mut present, mut at) = (0, u64::from(unit) * PAGES_PER_UNIT);
     let stop = pages.len(region).min(at + PAGES_PER_UNIT);
@@ -98,7 +97,6 @@ impl Units {
         }
     }
 
-    /// Sets the number of a unit's pages in memory.
     pub fn set_present(&mut self, unit: UnitId, count: u16, now: Moment) {
         let Some(region) = self.regions.get_mut(unit.region as usize) else { return };
         let index = unit.unit as usize;
@@ -166,7 +164,7 @@ impl Units {
         (*region.present.get(index)? > 0).then(|| value(region, index))
     }
 
-    /// Records what a coarse cycle saw of a unit.
+    /// Records the touches of a unit in a coarse cycle.
     pub fn push(&mut self, unit: UnitId, seen: &Seen, now: Moment) {
         let Some(generation) = self.generation(unit) else { return };
         let (region, index) = (&mut self.regions[unit.region as usize], unit.unit as usize);
@@ -187,7 +185,6 @@ impl Units {
         };
     }
 
-    /// Records a fine scan of a unit.
     pub fn push_scan(&mut self, unit: UnitId, touched: PageMap, now: Moment) {
         if self.generation(unit).is_none() {
             return;
@@ -202,7 +199,6 @@ impl Units {
         self.scanned.entry(unit).or_insert_with(|| Scanned::new(now)).push(now, touched);
     }
 
-    /// The fine scans of a unit.
     pub fn scanned(&self, unit: UnitId) -> Option<&Scanned> {
         self.scanned.get(&unit)
     }
@@ -217,7 +213,6 @@ impl Units {
         (units / 4).max(4096)
     }
 
-    /// Forgets fine scans older than `keep`.
     pub fn forget_old(&mut self, now: Moment, keep: Duration) {
         self.scanned.retain(|_, scanned| now.since(scanned.last()) <= keep);
     }

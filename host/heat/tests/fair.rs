@@ -26,7 +26,6 @@ fn is_huge(unit: usize) -> bool {
     unit.is_multiple_of(2)
 }
 
-/// How base pages are reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Base {
     /// By 2 MiB, as huge pages are.
@@ -126,7 +125,6 @@ fn zipf(per_s: f64) -> Vec<f64> {
     weights.iter().map(|weight| per_s * weight / sum).collect()
 }
 
-/// The share of the touches that missed, by Zipf's law.
 fn missed_by_zipf(per_s: f64, keep: f64, base: Base) -> f64 {
     let missed = missed(&zipf(per_s), keep, base);
     println!("{per_s} touches/s, {keep} kept, {base:?}: misses {missed:.3}");
@@ -151,7 +149,7 @@ fn where_every_unit_is_touched_in_every_cycle_the_victims_are_random() {
     assert!(missed < 0.13, "{missed}");
 }
 
-/// No fewer even if base pages are reported by 2 MiB: then all units are touched equally often.
+/// If base pages are reported by 2 MiB, each cycle sees all units touched, so their frequencies do not tell them apart.
 #[test]
 fn base_pages_reported_by_blocks_miss_less_if_each_cycle_touches_every_unit() {
     let [units, blocks] = [Base::Units, Base::Blocks].map(|base| missed_by_zipf(3000.0, 0.7, base));

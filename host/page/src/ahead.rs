@@ -3,8 +3,7 @@
 //! Before: a thread touches memory in order, and a fault worker decided how far ahead to go. After: pages in quarantine
 //! are Resident and mapped; zero holes are filled.
 //! Threads: fault workers. Units: base pages.
-//! Promise: each page is moved under its lock, as by its own fault; a page that is locked or in another state ends the
-//! run.
+//! Promise: each page is moved under its lock, as by its own fault; a locked page or another state ends the run.
 
 use ballast_base::{PageIdx, PageRange};
 
@@ -45,8 +44,7 @@ pub fn zero_ahead<'a>(first: PageIdx, cells: impl Iterator<Item = Cell<'a>>, mem
         .collect()
 }
 
-/// Locks neighbouring pages in these states, up to the first that is in another one or locked. Returns each lock with
-/// the word before it.
+/// Locks neighbouring pages in these states, up to the first other or locked one. Returns locks and words before.
 pub fn lock_run<'a>(
     cells: impl Iterator<Item = Cell<'a>>,
     wants: impl Fn(State) -> bool,

@@ -1,7 +1,6 @@
 //! The store that a far page's word names, and the copies that words keep alive.
 //!
-//! Before: `evict` put a page into a store, and `shift` may have moved it to another. After: only the word says where
-//! its copy is.
+//! Before: `evict` put a page into a store, and `shift` may have moved it. After: only the word says where its copy is.
 //! Threads: any.
 //! Promise: a word names a store only by its number. An unknown number resolves to no store, and the page waits.
 
@@ -29,8 +28,7 @@ pub struct Source<'a> {
 
 /// Records which pages of a store are waited for.
 pub trait Watch: std::fmt::Debug {
-    /// A thread waited for this page, or for a run of pages that begins with it. The outcome of a run is `Busy` if one
-    /// of its pages was.
+    /// A thread waited for this page, or for a run that begins with it; a run is `Busy` if one of its pages was.
     fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome);
 
     /// These pages were read together, some of them ahead of the thread that will touch them.
@@ -62,7 +60,7 @@ impl Source<'_> {
         outcomes
     }
 
-    /// Like [`Source::get_run`], if no thread waits for some of the pages yet.
+    /// Like [`Source::get_run`], but no thread waits for some of the pages yet.
     pub fn get_ahead(self, pages: &[(PageKey, Handle)], out: &mut [PageBytes]) -> Vec<GetOutcome> {
         let outcomes = self.store.get_run(pages, out, self.context);
         if let Some(watch) = self.watch {

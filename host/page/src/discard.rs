@@ -1,7 +1,6 @@
 //! Discard: the guest frees pages, and their memory and their copies are dropped.
 //!
-//! Before: a VMM announced that it frees a range. After: the pages' memory and copies are freed, and a touch reads
-//! zeros.
+//! Before: a VMM announced that it frees a range. After: memory and copies are freed, and a touch reads zeros.
 //! Threads: discard workers; waits for a worker that holds one of the pages. Units: pages of a region.
 //! Promise: no copy is freed before the punch, and a word changes only after it. No page is locked while copies are
 //! freed, because a store may have to wait for its own locks.

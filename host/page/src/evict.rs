@@ -21,8 +21,7 @@ use crate::punch::{Committed, Evicted, punch};
 pub enum LockedFrom {
     /// For its punch only: an earlier touch keeps the page in memory and does not wait.
     Punch,
-    /// From before the copy on: the page is evicted in any case. A thread that touches it waits for the run, and
-    /// restores it.
+    /// From before the copy on: the page is evicted in any case. A thread that touches it waits, and restores it.
     Copy,
 }
 
@@ -94,16 +93,15 @@ pub fn evict<'a>(
         stays.is_none()
     });
     let copied = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
-    // Committed together after the copying: a thread that touches a page of the run waits for the punch, not for the
-    // copying of other pages.
+    // Committed together after the copying: a thread that touches a page of the run waits only for the punch.
     let mut committed = commit(region, claimed, &granule_of, copied, to, &mut result);
     punch(&mut committed, backing, &to, &mut result);
     result
 }
 
-/// Changes Quarantine to Evicting: the granules of `run` still in Quarantine under `ticket`. The others were quarantine
-/// hits, which the fault has booked. From here on each touch is seen: it finds the lock, or it changes the word and the
-/// commit fails.
+/// Changes Quarantine to Evicting: the granules of `run` still in Quarantine under `ticket`. The other granules were
+/// touched in quarantine, and their faults have booked the hits. From here on each touch is seen: it finds the lock, or
+/// it changes the word and the commit fails.
 fn claim<'a>(
     run: PageRange,
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
@@ -183,8 +181,7 @@ struct Copied {
     unreadable: Vec<bool>,
 }
 
-/// Copies the granules in `claimed` to the store. Stops when the store refuses one, or when a read fails, except for
-/// failed memory.
+/// Copies the granules in `claimed` to the store, until it refuses one or a read fails, except for failed memory.
 fn copy_out<'a>(
     region: RegionKey,
     claimed: &[Claim<'_>],
@@ -253,7 +250,7 @@ fn copy_out<'a>(
     Copied { words: copies, all_zero, unreadable }
 }
 
-/// A granule that is being evicted; `lock` is held while it is copied, if at all.
+/// A granule that is being evicted. `lock` is held during the copying if reclaim is forced.
 struct Claim<'a> {
     page: PageIdx,
     evicting: Word,

@@ -1,7 +1,6 @@
 //! Fault: the guest touched a page that is not mapped, and gets the bytes that it last wrote.
 //!
-//! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word has
-//! the reason why not.
+//! Before: the fault worker read the fault from a userfaultfd. After: the page is mapped, or its word says why not.
 //! Threads: any number: fault workers, slow workers, and threads that restore all pages. Never waits for policy,
 //! logging, another VM or another page.
 //! Promise: the guest sees exactly the bytes that it last wrote, or the page is Poisoned and reported. A page whose
@@ -44,8 +43,8 @@ pub fn serve(
             State::Quarantine | State::Evicting => Word::new(State::Resident, touched(from.age())),
             State::Zero | State::Poisoned => from,
             State::Far | State::Restoring if stores.store_of(from).is_none() => return Served::Later.into(),
-            // Not Restoring before the hole is filled: reading the bytes may take long, and recovery takes bytes in the
-            // file of a Restoring page for the page.
+            // The word says Restoring only while the hole is filled: reading the copy may take long, and recovery takes
+            // any bytes in the file of a Restoring page for the page.
             State::Far | State::Restoring => from.in_state(State::Far),
         };
         let Some(mut lock) = cell.lock(from, to) else { continue };
@@ -79,7 +78,6 @@ fn unlock(mut lock: Locked<'_>, from: Word, granule: Granule<'_>, key: PageKey, 
     moved
 }
 
-/// Fills the hole of a granule that is known to be all zero.
 fn fill_zeros(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
@@ -93,7 +91,7 @@ fn fill_zeros(
             lock.set(Word::new(State::Resident, 0));
             Ok(Served::Zeroed)
         }
-        // Failed memory in its file is not the page's, which was not mapped since it was all zeros.
+        // The memory that failed in the file does not have the page's bytes: the page is all zeros and was not mapped.
         Filled::No(Served::Failed) => backing.punch(PageRange::of(page, granule.pages())).map(|_| Served::Later),
         Filled::No(why) => Ok(why),
     }
@@ -109,7 +107,7 @@ fn restore(
     stores: &impl StoreOf,
     buffer: &mut [PageBytes],
 ) -> io::Result<Served> {
-    // Every return below that sets no other word leaves this one.
+    // Each return below leaves this word, unless it sets another one.
     let far = lock.word();
     let holds_now = || backing.holds(PageRange::of(key.page, granule.pages()));
     // A minor fault means that the file has memory there.
@@ -121,7 +119,7 @@ fn restore(
         // Bytes in the file are the page, even if the copy is lost.
         GetOutcome::Absent | GetOutcome::Corrupt if holds_now()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
-            // The word first: if this engine dies here, the next one finds a page that it never maps.
+            // The word comes first: if this engine dies here, the next one never maps the page, which is Poisoned.
             lock.publish(Word::new(State::Poisoned, far.age()));
             let served = poison(key.page, memory, true);
             if !matches!(served, Ok(Served::Poisoned { .. })) {
@@ -196,7 +194,7 @@ fn replace(
     // The kernel can write neither to a file of huge pages nor to failed memory.
     backing.punch(PageRange::of(page, bytes.len() as u64))?;
     Ok(match install(lock, page, memory, bytes)? {
-        // Another process has filled it again.
+        // Another process has filled the hole again.
         FillOutcome::AlreadyThere => FillOutcome::Retry,
         outcome => outcome,
     })
@@ -266,7 +264,7 @@ pub fn restore_some<'a>(
     bring(region, cells, memory, stores, buffer, Ends::Later)
 }
 
-/// Whether the first page that cannot be restored ends it.
+/// Whether the first page that cannot be restored ends the run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ends {
     AtAGap,
@@ -291,7 +289,7 @@ fn bring<'a>(
         let far = word.state() == State::Far && !word.is_locked() && stores.store_of(word).is_some();
         let of_one = far && number.is_none_or(|number| number == word.store());
         match of_one.then(|| cell.lock(word, word)).flatten() {
-            // Every return below that sets no other word leaves this one.
+            // Each return below leaves this word, unless it sets another one.
             Some(lock) => {
                 number = Some(word.store());
                 names.push((region.page(page), word.handle()));
@@ -324,11 +322,11 @@ fn bring<'a>(
         let filled = match memory.install_run(names[run[0]].0.page, &buffer[run[0]..run[0] + run.len()]) {
             Ok(filled) => filled,
             Err(error) if moves.is_empty() => return Err(error),
-            // The caller has moves to book. The next fault meets this error.
+            // The caller must book the moves so far. The next fault fails with this error and reports it.
             Err(_) => break,
         };
         let first = moves.len();
-        // All words first: if a store panics, no word may say Far of a mapped page.
+        // All words are set first: if a store panics, no word may say Far of a mapped page.
         for at in &run[..filled.min(run.len())] {
             let Some(mut lock) = held[*at].take() else { continue };
             let from = lock.word();
@@ -358,7 +356,7 @@ fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapp
         return Ok(served);
     }
     let before = lock.word();
-    // The word first: if this engine dies here, the next one finds a page that it never maps.
+    // The word comes first: if this engine dies here, the next engine finds a Poisoned page, which it never maps.
     lock.publish(Word::new(State::Poisoned, before.age()));
     let poisoned = poison(page, memory, true);
     if !matches!(poisoned, Ok(Served::Poisoned { .. })) {

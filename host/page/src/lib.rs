@@ -1,7 +1,6 @@
 //! The moves of one page, which the model checker runs.
 //!
-//! Before: nothing; this crate knows no VM, no thread and no file. After: the pager calls these functions on the pages
-//! of real regions.
+//! Before: nothing; this crate knows no VM, thread or file. After: the pager calls it for the pages of real regions.
 //! Threads: any number, of any number of engines. Units: pages of a region.
 //! Promise: a word changes only as the table in [`page_state`] says.
 

@@ -1,4 +1,4 @@
-//! The result of a granule's move: the word it replaced, the word it stored, and what the guest sees.
+//! The result of a granule's move: the word it replaced, the word it stored, and the guest's view.
 //!
 //! Before: `fault` has tried to bring a granule in. After: the ledger books it. Threads: any.
 //! Promise: the words are those of the lock, so the ledger counts each move once.
@@ -52,8 +52,7 @@ pub enum Served {
     },
     /// The memory of a page in its file failed: it is Poisoned now.
     Failed,
-    /// To be retried soon: another thread holds this page, its store is busy or was not given, or the address space is
-    /// changing.
+    /// To be retried soon: the page is locked, its store is busy or was not given, or the address space is changing.
     Later,
     /// The range is no longer registered, or the process has ended. Threads that wait there must still be woken.
     Gone,

@@ -128,7 +128,7 @@ impl Word {
         Self(bits)
     }
 
-    /// Returns whether this program knows every bit, because a newer program may have written it.
+    /// Returns whether this program knows every bit. A newer program may have written bits that this one does not know.
     pub const fn is_known(self) -> bool {
         self.is_lost() || self.0 & STATE_MASK < State::COUNT as u64 && self.0 & RESERVED == 0
     }
@@ -264,8 +264,7 @@ impl<'a> Cell<'a> {
         self.swap(from, to.locked()).then(|| Locked { cell: self, word: to })
     }
 
-    /// Overwrites the word. Only for `recover`, when no worker of any engine runs, and for the other words of a
-    /// [`Granule`].
+    /// Overwrites the word: only in `recover`, when no worker of any engine runs, and for other words of a [`Granule`].
     ///
     /// [`Granule`]: crate::granule::Granule
     pub fn reset(self, to: Word) {

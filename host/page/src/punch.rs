@@ -35,8 +35,7 @@ pub struct Evicted {
     pub store_full: bool,
     /// The store could not answer.
     pub store_busy: bool,
-    /// Granules, by first page, that could not be read because memory failed. They are Resident again and counted as
-    /// refused.
+    /// Granules, by first page, whose memory failed. They are Resident again and counted as refused.
     pub unreadable: Vec<PageIdx>,
     /// The error of a read or a punch. Its pages are Resident again and counted as refused.
     pub failed: Option<io::Error>,

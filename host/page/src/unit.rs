@@ -2,8 +2,7 @@
 //!
 //! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or
 //! the fault that records a touch, maps it huge again. `units.rs` has the unit's other data, on which no byte depends.
-//! Threads: any; every change is one compare-exchange. In the engine's memory: the next engine begins with all units
-//! Plain.
+//! Threads: any; every change is one compare-exchange. The next engine begins with all units Plain.
 //! Promise: from the acknowledgement of a zap for quarantine on, no page that is still in Quarantine becomes mapped.
 //!
 //! | Stage | Meaning | Changed by |
@@ -97,8 +96,7 @@ impl<'a> Unit<'a> {
         self.arm(Stage::Mapping, is_resident).then(|| Mapping(self))
     }
 
-    /// Changes Plain to Watched, if `is_resident`, called after Arming, finds all its words Resident. The caller then
-    /// zaps it.
+    /// Changes Plain to Watched, if `is_resident`, called after Arming, finds all words Resident. The caller then zaps.
     pub fn watch(self, is_resident: impl FnOnce() -> bool) -> bool {
         self.arm(Stage::Watched, is_resident)
     }

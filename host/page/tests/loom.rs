@@ -51,11 +51,9 @@ fn value_of(bytes: &PageBytes) -> u64 {
 struct Kernel {
     file: Option<u64>,
     mapped: bool,
-    /// The memory in the file failed.
     failed: bool,
     /// A touch is a memory error.
     poisoned: bool,
-    /// Devices that hold the page.
     pins: u32,
     /// Number of punches: a device that holds an older page writes to memory that is no longer the guest's.
     frame: u32,
@@ -211,7 +209,6 @@ impl World {
         Self::granule(1, value)
     }
 
-    /// A granule of this number of pages, written and mapped.
     fn granule(pages: u64, value: u64) -> Arc<Self> {
         Arc::new(Self {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
@@ -222,14 +219,12 @@ impl World {
         })
     }
 
-    /// A page that cannot be punched out of its huge page.
     fn stuck(value: u64) -> Arc<Self> {
         let mut world = Self::granule(1, value);
         Arc::get_mut(&mut world).expect("nobody else has it").stuck = true;
         world
     }
 
-    /// A page that was evicted.
     fn far(value: u64) -> Arc<Self> {
         Self::far_granule(1, value)
     }
@@ -241,7 +236,6 @@ impl World {
         world
     }
 
-    /// A page of zeros that was evicted.
     fn far_zero() -> Arc<Self> {
         let world = Self::granule(1, 0);
         world.reclaim(Ticket::new(0, 0));
@@ -321,7 +315,6 @@ impl World {
         self.kernel.lock().unwrap().pins -= 1;
     }
 
-    /// One round of a reclaim worker: quarantine, zap, evict.
     fn reclaim(&self, ticket: Ticket) {
         self.reclaim_and(ticket, LockedFrom::Punch);
     }
@@ -424,7 +417,6 @@ fn explore(test: impl Fn() + Sync + Send + 'static) {
     model.check(test);
 }
 
-/// Starts another thread in this world.
 fn spawn<W: 'static, T: 'static>(world: &Arc<W>, body: impl FnOnce(&W) -> T + 'static) -> thread::JoinHandle<T> {
     let world = world.clone();
     thread::spawn(move || body(&world))

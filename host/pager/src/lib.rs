@@ -15,7 +15,7 @@
 //! | [`run`] | threads and queues, which know no VM | |
 //! | [`vm`] | the core: what the workers of one VM share (regions, views, stores, queues, ledger) | `run` |
 //! | [`scan`] | which memory is touched, and which is mapped huge | `vm` |
-//! | `agent` | what a guest says of its memory | `vm` |
+//! | `agent` | a guest's reports of its memory | `vm` |
 //! | `tier` | the way to slow stores and back | `vm` |
 //! | `reclaim` | which pages go, and how far | `vm`, `agent` |
 //! | `fault` | how a fault is served | `vm`, `scan`, `tier` |

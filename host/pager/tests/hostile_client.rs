@@ -30,7 +30,7 @@ const RAM: Bytes = Bytes(4 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
 
-/// Held by each test: a hang is found by the number of threads that serve all VMs of this process.
+/// Held by each test: a test finds a hang by the number of threads that serve all VMs of this process.
 static ONE: Mutex<()> = Mutex::new(());
 
 fn a_rig() -> Rig {
@@ -39,7 +39,7 @@ fn a_rig() -> Rig {
     rig
 }
 
-/// Adds a client to this VM, with `theirs` as the engine's end. It keeps a worker from returning.
+/// Adds a client to this VM, with `theirs` as the engine's end. The client keeps a worker from returning.
 fn join(rig: &Rig, theirs: OwnedFd) {
     let threads = || Servers::of_process().expect("servers").threads();
     let before = threads();
@@ -108,7 +108,7 @@ fn a_client_that_sends_a_descriptor_whose_close_waits_stops_no_other_vm() {
     add(&hostile, theirs);
     other.squeeze(Bytes(RAM.0 / 2));
     other.check_bytes();
-    // The engine has not received it: it is closed with the socket's last descriptor, in the client or the keeper.
+    // The engine has not received the descriptor: it is closed with the socket's last one, in the client or the keeper.
     drop(reader.take());
     hostile.vm.stop();
 }

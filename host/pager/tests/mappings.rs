@@ -1,5 +1,4 @@
-//! A VMM with as many mappings as a process may have. The limit is per process, so this is the only test here.
-//! Needs root (userfaultfd).
+//! A VMM with as many mappings as a process may have; the only test here, as the limit is per process. Needs root.
 
 #[path = "pager/common/mod.rs"]
 mod common;

@@ -1,5 +1,4 @@
-//! The frame of all policies: the VMs that take part, their bounds, the memory to divide, and the rules for a plan of
-//! another program.
+//! The frame of all policies: the VMs that take part, their bounds, the budget, and rules for another program's plan.
 //!
 //! Before: a snapshot. After: a policy gives each part a weight, and [`Frame::divide`] makes the plan.
 //! Units: bytes outside, whole pages inside.
@@ -26,27 +25,23 @@ const SETTLED_WITHIN: u64 = 32;
 /// that was cut too far must have time to show it.
 const LOSES_AT_MOST: u64 = 8;
 
-/// A VM that is given a limit.
 #[derive(Debug)]
 pub(crate) struct Managed<'a> {
     pub vm: &'a VmSample,
     /// Least and most, in pages.
     pub lo: u64,
     pub hi: u64,
-    /// Reasons from the policy.
     pub reasons: Vec<Reason>,
     /// Index of its decision in the plan.
     at: usize,
 }
 
-/// A plan in the making.
 #[derive(Debug)]
 pub(crate) struct Frame<'a> {
     pub managed: Vec<Managed<'a>>,
     /// Pages to divide among the managed VMs.
     budget: u64,
     plan: Plan,
-    /// Reasons common to all VMs.
     common: Vec<Reason>,
 }
 
@@ -69,7 +64,6 @@ fn bounds(vm: &VmSample, smallest: u64) -> (u64, u64) {
     (pages_ceil(reserved).min(hi), hi)
 }
 
-/// Protected pages of a VM, within its bounds.
 fn protected(part: &Managed<'_>) -> u64 {
     pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo))
 }
@@ -130,7 +124,6 @@ impl<'a> Frame<'a> {
         frame
     }
 
-    /// Pages to divide.
     pub fn budget_pages(&self) -> u64 {
         self.budget
     }
@@ -139,8 +132,8 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
-    /// Least and most pages of each of `managed`, and the reason. While the budget covers all protected memory, each VM
-    /// gets at least its protected memory, and otherwise at most that.
+    /// Least and most pages of each of `managed`, and the reason for them. While the budget covers all protected
+    /// memory, each VM gets at least its protected memory, and otherwise at most that.
     pub fn ranges(&self) -> (Vec<(u64, u64)>, Reason) {
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
@@ -191,7 +184,6 @@ impl<'a> Frame<'a> {
         self.plan
     }
 
-    /// The least pages that each VM keeps in this decision.
     fn floors(&self, gently: bool) -> Vec<u64> {
         let keeps = |part: &Managed<'_>| {
             let old = part.vm.target_bytes.map_or(0, pages);
@@ -204,8 +196,7 @@ impl<'a> Frame<'a> {
         self.managed.iter().map(|part| part.lo).collect()
     }
 
-    /// Keeps limits that would hardly change: first skips small raises; then, with the memory that this saves, small
-    /// cuts.
+    /// Keeps limits that would hardly change: first skips small raises; then, with the saved memory, small cuts.
     fn settle(&mut self, limits: &mut [u64]) {
         for raises in [true, false] {
             for (at, part) in self.managed.iter_mut().enumerate() {
@@ -256,7 +247,7 @@ pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State,
                 Some(vm) if vm.settings.effective_shares() == 0 => {
                     return Err(format!("the shares of VM {name} are 0: no plan may limit it").into());
                 }
-                // It has ended, or is held for now.
+                // The VM has ended, or is held for now.
                 _ => continue,
             }
         };

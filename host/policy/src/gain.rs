@@ -18,10 +18,10 @@
 //! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So the waiting of a VM
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! A VM with all the memory in use does not wait, and more memory would save it nothing. If others lack memory, it
-//! loses a little at a time (1/32 a second, and more while much of its far memory does not refault). If it needed that
-//! memory, it waits, and the sums show it. Headroom counts as wanted if the working set was measured. If a VM does not
-//! fill its limit, the rest is lent to the VMs that gain most.
+//! A VM that has all the memory that it uses does not wait, and more memory would save it nothing. If others lack
+//! memory, it loses a little at a time (1/32 a second, and more while much of its far memory does not refault). If the
+//! VM needed the lost memory, it waits for refaults, and the sums show that. Headroom counts as wanted if the working
+//! set was measured. If a VM does not fill its limit, the rest is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::kind::Kind;
@@ -30,22 +30,21 @@ use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
 use crate::sums::Sums;
 
-/// A VM to which a byte is worth e times as much as to the others gains this share of its memory; e^2 times: twice the
-/// share.
+/// A VM to which a byte is worth e times as much as to the others gains this share of its memory; a VM to which it is
+/// worth e^2 times as much gains twice the share.
 const STEP: f64 = 1.0 / 5.0;
 /// A VM at most doubles, and gains at most this multiple of its wanted memory.
 const MARGIN: f64 = 1.25;
 /// A VM loses at most 1/PROBE of its memory in a second and in one decision, or 1/MORE of its far memory if that is
-/// more. The bound is per second, because the sums show after seconds that lost memory was needed: with short ticks the
-/// VM would lose twice before that.
+/// more. The bound is per second, because the sums show only after seconds that lost memory was needed: with short
+/// ticks, the VM would lose memory twice before that.
 const PROBE: u64 = 32;
 const MORE: u64 = 4;
-/// A VM below its limit counts as having 1/ROOM more than it holds, or its growth in this number of ticks if that is
-/// more.
+/// A VM below its limit counts as having 1/ROOM more than is resident, or its growth in this number of ticks if more.
 const ROOM: u64 = 16;
 const GROWS_FOR: u64 = 2;
 
-/// Pages of a VM: its limit, or what it holds with some room, if that is less.
+/// Pages that count as the VM's: its limit, or its resident memory and some room, if that is less.
 fn has(part: &Managed<'_>, grew_bytes: u64) -> u64 {
     let vm = part.vm;
     let room = (vm.resident_bytes / ROOM).max(grew_bytes.saturating_mul(GROWS_FOR));
@@ -96,8 +95,7 @@ pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
     frame.divide(&weights, true)
 }
 
-/// Lends unused memory to the VMs that would gain from it: to each an equal part of what it lacks of its goal, within
-/// its range.
+/// Lends unused memory to the VMs that would gain: to each an equal part of its lack of its goal, within its range.
 fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) {
     let within = |pages: f64, range: &(u64, u64)| pages.clamp(range.0 as f64, range.1 as f64);
     weights.iter_mut().zip(ranges).for_each(|(weight, range)| *weight = within(*weight, range));

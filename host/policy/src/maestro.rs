@@ -9,10 +9,10 @@
 //! began. Its output, times the size of a page, is added to the working set. The larger the pages, the more each fault
 //! weighs.
 //!
-//! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that
-//! has more holds more, so each division would confirm itself ([`VmState::need`]). A VM needs at most what it holds
-//! plus what was restored. A raise begins a new window; otherwise the delay of the window would make the loop
-//! oscillate.
+//! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM with
+//! a larger limit has more resident memory, so each division would confirm itself ([`VmState::need`]). A VM needs at
+//! most its resident memory and the restored pages. A raise begins a new window; otherwise the delay of the window
+//! would make the loop oscillate.
 
 use crate::frame::Frame;
 use crate::kind::Kind;
@@ -44,8 +44,8 @@ pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
         let measured = vm.working_set_bytes.map(|bytes| bytes.min(vm.size_bytes));
         let working_set_bytes = measured.unwrap_or_else(|| memory.need(vm, snapshot.at_ms));
         let headroom_bytes = vm.headroom_of(working_set_bytes);
-        // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a
-        // VM that lacks little gets little.
+        // However often it faults, a VM needs at most its resident memory and the restored pages, and at most its size:
+        // a VM that lacks little gets little.
         let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
         let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
         let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
@@ -64,8 +64,8 @@ pub fn decide(snapshot: &Snapshot, state: &mut State) -> Plan {
 }
 
 impl VmState {
-    /// Begins a new window after a raise: faults under a smaller limit say nothing about this one. Otherwise a VM would
-    /// get more memory for a whole window, whatever it needs.
+    /// Begins a new window after a raise: faults under a smaller limit say nothing about the new limit. Otherwise a VM
+    /// would get more memory for a whole window, whatever it needs.
     fn begin_window_after_raise(&mut self, target_bytes: Option<u64>) {
         let before = std::mem::replace(&mut self.target_bytes, target_bytes);
         if let (Some(before), Some(now)) = (before, target_bytes)
@@ -94,7 +94,7 @@ impl VmState {
 
 fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
     let samples = &mut memory.restores;
-    // A counter or clock that went back is of another life of the VM.
+    // A counter or clock that went back comes from another run of the VM.
     if samples.last().is_some_and(|(then, before)| *then > at_ms || *before > restored) {
         samples.clear();
     }
@@ -107,7 +107,6 @@ fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
     samples.drain(..first);
 }
 
-/// The restores of one window.
 #[derive(Clone, Copy, Debug)]
 struct Window {
     /// Equation 4: pages restored in it.
@@ -163,7 +162,6 @@ mod tests {
         let window = Window::of(&samples, 4000, 4000);
         assert_eq!((window.restored, window.integral), (40.0, 80.0));
         assert_eq!(window.control(), 40.0 + 80.0 + 10.0);
-        // A window that begins between samples.
         let late = Window::of(&samples, 4000, 2500);
         assert!((late.restored - 25.0).abs() < 1e-9 && (late.integral - 31.25).abs() < 1e-9, "{late:?}");
         assert_eq!(Window::of(&[], 0, 1000).control(), 0.0);

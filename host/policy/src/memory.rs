@@ -59,7 +59,6 @@ impl State {
         self.vms.get_mut(id).expect("inserted above")
     }
 
-    /// Forget VMs that the snapshot does not have.
     pub(crate) fn keep_only(&mut self, snapshot: &Snapshot) {
         self.vms.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
     }

@@ -1,7 +1,7 @@
 //! The pressure policy: as little memory as each VM's stall allows (Blowfish, section 4.6).
 //!
 //! Before: the frame's bounds. After: a limit per VM, lowered a little while it stalls less than the threshold and
-//! raised a lot as soon as it stalls more. If the budget is less than all VMs want, [`crate::solve`] divides it.
+//! raised a lot as soon as it stalls more. If all VMs together want more than the budget, [`crate::solve`] divides it.
 //! Units: stall is a share of time, 0 to 1. Promise: protected and reserved memory is not probed.
 //!
 //! *Free first*: takes the allowance that a VM does not use, at once, down to a watermark; no page is evicted for it.

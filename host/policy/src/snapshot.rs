@@ -44,7 +44,7 @@ const FREE_PART: u64 = 64;
 const MOST_FREE: u64 = GIB;
 
 impl HostSample {
-    /// Return `min_free_bytes` of a host with this much memory.
+    /// Returns `min_free_bytes` of a host with this much memory.
     pub fn min_free(total_bytes: u64) -> u64 {
         (total_bytes / FREE_PART).min(MOST_FREE)
     }
@@ -93,23 +93,23 @@ pub struct VmSample {
 }
 
 impl VmSample {
-    /// Return the larger of the two stalls; not a number counts as 0.
+    /// Returns the larger of the two stalls; not a number counts as 0.
     pub fn worst_stall(&self) -> f64 {
         let sane = |stall: f64| if stall.is_finite() { stall.clamp(0.0, 1.0) } else { 0.0 };
         sane(self.stall).max(self.kernel_stall.map_or(0.0, sane))
     }
 
-    /// Return the most it may have: its size, or the operator's limit.
+    /// Returns the most memory that the VM may have: its size, or the operator's limit.
     pub fn most_bytes(&self) -> u64 {
         self.limit_bytes.map_or(self.size_bytes, |limit| limit.min(self.size_bytes))
     }
 
-    /// Return the headroom that belongs to a working set of this size.
+    /// Returns the headroom that belongs to a working set of this size.
     pub fn headroom_of(&self, working_set_bytes: u64) -> u64 {
         (working_set_bytes as f64 * f64::from(self.settings.headroom_percent) / 100.0) as u64
     }
 
-    /// Return working set plus headroom, if one is measured and the other set.
+    /// Returns the working set plus headroom, if the working set is measured and headroom is set.
     pub fn with_headroom_bytes(&self) -> Option<u64> {
         let bytes = self.working_set_bytes.filter(|_| self.settings.headroom_percent > 0)?.min(self.size_bytes);
         Some(bytes.saturating_add(self.headroom_of(bytes)))
@@ -167,7 +167,7 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// Return the VM's limit after it.
+    /// Returns the VM's limit after the decision.
     pub fn after_bytes(&self) -> Option<u64> {
         match self.action {
             Action::Limit => self.limit_bytes,
@@ -176,7 +176,7 @@ impl Decision {
         }
     }
 
-    /// What it says of the VM: `may use 2 GiB`.
+    /// The decision in words: `may use 2 GiB`.
     pub fn words(&self) -> String {
         match (self.action, self.after_bytes()) {
             (Action::Leave, _) => "is left alone".into(),
@@ -185,7 +185,7 @@ impl Decision {
         }
     }
 
-    /// Does it change the limit?
+    /// Returns whether the decision changes the limit.
     pub fn changes(&self) -> bool {
         self.after_bytes() != self.before_bytes
     }

@@ -1,14 +1,13 @@
 //! Divides a budget: finds the optimum exactly.
 //!
-//! Before: a policy says how much each VM wants (its weight) and between which bounds. After: limits. Units: whole
-//! pages.
+//! Before: a policy says how much each VM wants (its weight), and its bounds. After: limits. Units: whole pages.
 //!
 //! Maestro (section 2) asks for the limits `l` that minimise the sum of `s (d / l)^2`, where `d` is a VM's demand and
 //! `s` its shares, such that the sum of `l` is at most the budget and `lo <= l <= hi`. The sum is convex and falls in
 //! each `l`, so the budget is used up unless each VM is at `hi`. With a Lagrange multiplier `m` for the budget, a VM at
 //! neither bound has `2 s d^2 / l^3 = m`, that is `l = c w` with `w = cbrt(s d^2)` and one `c` for all; the others are
-//! at the bound that `c w` has passed. So only `c` is searched. The sum of `clamp(c w, lo, hi)` is a rising, piecewise
-//! linear function of it: a search among the points where a VM leaves or meets a bound (changes of the active set)
+//! at the bound that `c w` has passed. So only `c` is unknown. The sum of `clamp(c w, lo, hi)` is a rising, piecewise
+//! linear function of `c`: a search among the points where a VM leaves or meets a bound (changes of the active set)
 //! finds the piece in which the sum is the budget, and one division gives `c` there. No tolerance is needed.
 
 /// A VM in the solver.
@@ -27,8 +26,7 @@ pub fn weight(shares: u32, demand_pages: f64) -> f64 {
     (f64::from(shares.max(1)) * demand_pages.max(1.0).powi(2)).cbrt()
 }
 
-/// Divides `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller ensures that
-/// the sum of `lo` fits.
+/// Divides `budget` pages. All get `hi` if there is enough, and `lo` if that is too much: the caller ensures it fits.
 pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     let total = |of: fn(&Part) -> u64| sum(parts.iter().map(of));
     if total(|part| part.hi) <= budget {
@@ -49,7 +47,6 @@ pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     limits
 }
 
-/// A saturating sum.
 pub(crate) fn sum(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().fold(0, u64::saturating_add)
 }

@@ -1,7 +1,6 @@
 //! State of the gain policy for one VM: sums of its waiting and its refaults, which decay exponentially.
 //!
-//! Before: a sample of the VM. After: `gain` estimates the time that one more byte would save. Units: bytes and
-//! seconds.
+//! Before: a sample of the VM. After: `gain` estimates the time that a byte more would save. Units: bytes, seconds.
 //! Promise: a counter or a clock that went back begins new sums.
 
 use serde::{Deserialize, Serialize};
@@ -58,7 +57,7 @@ impl Sums {
         let now = Self { at_ms, refault_page_ms, restores, refault_milli_hz, far_bytes, resident_bytes, ..*self };
         let before = std::mem::replace(self, now);
         if before.at_ms == 0 || before.at_ms > at_ms || before.refault_page_ms > vm.refault_page_ms {
-            // The first sample, or another life of the VM.
+            // The first sample, or a sample of another run of the VM.
             *self = Self {
                 at_ms,
                 refault_page_ms,
@@ -110,8 +109,7 @@ impl Sums {
         self.returned * self.returned / self.returned_hz / self.time_s * page_bytes as f64
     }
 
-    /// Seconds per second that one more byte saves a VM that has `has_bytes`: its own, which count more the slower it
-    /// is, and the host's.
+    /// Seconds per second that one more byte saves: the VM's, which count more the slower it is, and the host's.
     pub(crate) fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
         let fair = (1.0 - self.waits()).powi(2);
         let wanted = self.wanted_soon_bytes(page_bytes);

@@ -30,7 +30,6 @@ impl Guest {
         Self { hot, sample, speed: 0.0 }
     }
 
-    /// Runs for a second under its limit.
     fn run(&mut self, measured: bool) {
         let vm = &mut self.sample;
         let limit = vm.target_bytes.unwrap_or(vm.size_bytes);
@@ -59,7 +58,6 @@ struct Host {
     guests: Vec<Guest>,
     budget: u64,
     at_ms: u64,
-    /// Limits, by tick.
     course: Vec<Vec<u64>>,
     measured: bool,
 }
@@ -163,8 +161,7 @@ fn a_vm_with_a_jump_of_its_demand_is_lent_the_unused_memory_of_others_at_once() 
     let second = |host: &mut Host| {
         for guest in &mut host.guests[1..] {
             let vm = &mut guest.sample;
-            // Memory that it hardly touches is restored slowly, whatever the limit; and some pages were evicted by
-            // mistake.
+            // Hardly touched memory is restored slowly, whatever the limit; and some pages were evicted by mistake.
             vm.resident_bytes = vm.resident_bytes.min(140 * MIB) + MIB / 4;
             vm.restores += 200;
             vm.refault_page_ms += 200 * 250;

@@ -76,7 +76,6 @@ fn decide(kind: Kind, snapshot: &Snapshot) -> Plan {
     policy(kind)(snapshot, &mut State::default())
 }
 
-/// The least that this VM may be given.
 fn least(snapshot: &Snapshot, vm: &VmSample) -> u64 {
     let most = vm.most_bytes() / PAGE * PAGE;
     let reserved = vm.settings.effective_reservation(vm.most_bytes()).max(snapshot.host.smallest_bytes);
@@ -88,7 +87,7 @@ fn limit_of(plan: &Plan, at: usize) -> Option<u64> {
 }
 
 proptest! {
-    // Past errors showed in one snapshot of a thousand or of a hundred thousand.
+    // Some errors show in only one of a thousand or a hundred thousand snapshots.
     #![proptest_config(ProptestConfig::with_cases(5000))]
 
     #[test]
@@ -173,7 +172,7 @@ proptest! {
         let limits = [limit_of(&before, at), limit_of(&after, at)];
         prop_assert!(limits[1].map(|after| after + PAGE) >= limits[0], "working set: {:?}", limits);
 
-        // With refaults.
+        // Need shows by refaults.
         let after = |restored: u64| {
             let policy = policy(Kind::Maestro);
             let mut state = State::default();
@@ -186,7 +185,7 @@ proptest! {
         let limits = [after(0), after(more)];
         prop_assert!(limits[1].map(|after| after + PAGE) >= limits[0], "restores: {:?}", limits);
 
-        // With stall, under the policy that uses it.
+        // Under the pressure policy, need shows by stall.
         let stalling = |stall| {
             let mut snapshot = snapshot.clone();
             snapshot.vms[at].stall = stall;

@@ -1,4 +1,4 @@
-//! What the host hears of the agent while a report is made.
+//! Messages that the host receives while a report is made.
 
 use super::*;
 use std::fs;
@@ -57,7 +57,6 @@ fn the_host_has_the_hello_and_ticks_before_the_first_report_is_made() {
         heard
     };
     assert_eq!(heard(), ["hello", "tick"]);
-    // The next tick is due while memory is read.
     guest.next_tick = now;
     guest.report(now, &mut port);
     assert_eq!(heard(), if guest.flags.is_some() { vec!["tick"] } else { vec![] }, "the report waits for a flush");

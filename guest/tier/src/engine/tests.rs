@@ -11,7 +11,6 @@ use crate::source::{Each, Samples};
 
 const NODES: &str = "/sys/devices/system/node";
 
-/// Samples for each epoch.
 #[derive(Clone, Debug, Default)]
 struct Scripted {
     epochs: VecDeque<Vec<(u32, u64, u32)>>,
@@ -79,7 +78,7 @@ impl Sleeper {
     fn start(root: &Path) -> Option<Self> {
         let sleeper = Self(std::process::Command::new("sleep").arg("1000").spawn().expect("sleep"));
         let (began, folder) = (Instant::now(), format!("/proc/{}", sleeper.0.id()));
-        // What it maps changes until then.
+        // The memory map changes until the process sleeps.
         while !std::fs::read_to_string(format!("{folder}/stat")).expect("its state").contains(") S ") {
             if began.elapsed() > Duration::from_secs(10) {
                 ballast_testkit::skip("sleep", "a process that is to sleep does not within 10 s");
@@ -126,7 +125,7 @@ fn a_memory_block_that_is_plugged_leaves_pages_known_and_other_nodes_in_a_tier_d
 fn a_program_whose_pages_may_not_be_moved_is_asked_once_in_30_s_and_ends_nothing() {
     let root = tempfile::tempdir().expect("directory");
     two_nodes(root.path());
-    // All memory is of the slow node; the kernel has no such node as the fast one, so it refuses.
+    // All memory is on the slow node; the kernel has no node of the fast one's number, so it refuses.
     for node in [0, 1] {
         std::fs::remove_dir_all(root.path().join(format!("sys/devices/system/node/node{node}"))).expect("gone");
     }
@@ -153,7 +152,7 @@ fn a_program_whose_pages_may_not_be_moved_is_asked_once_in_30_s_and_ends_nothing
         tierer.step().expect("an epoch");
         asked.push(tierer.status().moves.refused);
     }
-    // In the first epoch, and 60 and 120 later.
+    // The kernel is asked in the first epoch, and 60 and 120 epochs later.
     let times = asked.chunk_by(|a, b| a == b).filter(|same| same[0] > 0).count();
     assert!(times == 3 && tierer.status().moves.promoted == 0, "{asked:?}");
     assert!(tierer.status().notes.iter().any(|note| note.contains("refuses")), "{:?}", tierer.status());

@@ -1,9 +1,9 @@
 //! Random histories of a guest's programs and nodes, against a model of its kernel.
 //!
 //! Before: files that stand for `/proc` and `/sys`, and a model of page tables and `move_pages`. After: each step kept
-//! what the engine promises, and when nothing changes any more, what is hot is fast as far as it fits, and nothing
-//! moves. Threads: one. Units: pages, epochs. Promise: a walk follows from its seed. `BALLAST_WALKS` is the number of
-//! walks, `BALLAST_WALK` the first's seed.
+//! the engine's promises, and when nothing changes any more, hot memory is fast as far as it fits, and nothing moves.
+//! Threads: one. Units: pages, epochs. Promise: a walk follows from its seed. `BALLAST_WALKS` is the number of walks,
+//! `BALLAST_WALK` the first's seed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,12 +31,11 @@ const UNIT_PAGES: usize = (UNIT / PAGE) as usize;
 /// Where a program may have memory: below its code, its heap, and mappings.
 const BASES: [u64; 4] = [0xc0_0000_0000, 0x55d0_1220_0000, 0x7f00_0000_0000, 0x7f10_0000_0000];
 const MOST_LIVE: usize = 6;
-/// The kernel gives no such process ids: none of them is this process, which the engine leaves out.
+/// The kernel gives no process ids from this one on: none of them is this process, which the engine leaves out.
 const FIRST_PID: u32 = 5_000_000;
 const WILD_EPOCHS: u64 = 150;
 const QUIET_EPOCHS: u64 = 200;
 
-/// A page of a process.
 #[derive(Clone, Copy, Debug)]
 struct Page {
     node: usize,
@@ -69,7 +68,6 @@ impl Process {
     }
 }
 
-/// What the kernel has answered in a step.
 #[derive(Clone, Copy, Debug, Default)]
 struct Answers {
     /// Pages that are where they were to go, and those of them that were there before, by target.
@@ -86,7 +84,6 @@ struct Model {
     used: [u64; 3],
     others: [u64; 3],
     is_online: [bool; 3],
-    /// The fastest node.
     fast: usize,
     clock: u64,
     answers: Answers,
@@ -144,7 +141,7 @@ impl Model {
         put(&self.root, &path("maps"), &lines.into_values().collect::<String>());
     }
 
-    /// Memory for pages that have none, on the fast node first.
+    /// Gives memory to pages that have none, on the fast node first.
     fn fill(&mut self, pid: u32) {
         self.count();
         let mut free = [0, 1, 2].map(|node| if self.is_online[node] { self.free(node) } else { 0 });
@@ -166,7 +163,7 @@ impl Model {
 
     fn begin(&mut self) {
         self.clock += 1;
-        // Process ids come again.
+        // Process ids are reused.
         let pid = FIRST_PID + self.random.below(12) as u32;
         if self.processes.len() >= MOST_LIVE || self.processes.contains_key(&pid) {
             return;
@@ -200,7 +197,7 @@ impl Model {
         }
     }
 
-    /// Something happens.
+    /// Makes one random change.
     fn happen(&mut self) {
         let what = self.random.below(16);
         let Some(pid) = self.any_process().filter(|_| what > 1) else {
@@ -233,7 +230,7 @@ impl Model {
                 process.areas.remove(&base);
                 self.show(pid);
             }
-            // Pages go, and come back elsewhere.
+            // Pages are freed, and come back on other nodes.
             6 => {
                 for page in process.areas.values_mut().flat_map(|area| area.pages.iter_mut()) {
                     *page = page.filter(|_| !random.one_in(5));
@@ -249,7 +246,6 @@ impl Model {
             }
             9..=11 => self.heat(pid),
             12 => {
-                // Page cache fills a node, or leaves it.
                 let node = random.below(3) as usize;
                 let room = self.free(node) + self.others[node];
                 self.others[node] = self.random.below(room + 1);
@@ -320,7 +316,7 @@ impl Shared {
     }
 }
 
-/// The page table of a process that began then.
+/// The page table of a process, by its process id and the time at which it began.
 struct Table(Shared, u32, u64);
 
 impl PageTable for Table {
@@ -345,7 +341,6 @@ impl Kernel for Shared {
     }
 }
 
-/// Samples of the model's heat.
 struct Source(Shared, Vec<u32>);
 
 impl SampleSource for Source {
@@ -366,7 +361,7 @@ impl SampleSource for Source {
             }
         }
         if *is_wild {
-            // Some are lost, some are of nobody, and some numbers are without sense.
+            // Some samples are lost, some are of no process, and some numbers are absurd.
             found.retain(|_| !random.one_in(4));
             let extremes = [0, 1, u32::MAX];
             for address in [0, PAGE, BASES[0], BASES[3] + 1, u64::MAX] {
@@ -401,10 +396,10 @@ fn tierer(model: &Shared, most: u64) -> Option<Tierer> {
     }
 }
 
-/// One step, and what it promises of any history. Returns the pages that were moved, and those that were asked for
-/// where they were already.
+/// Runs one step, and checks its promises for any history. Returns the pages that were moved, and those that were
+/// already where they were to go.
 fn step(tierer: &mut Tierer, model: &Shared, most: u64) -> (u64, u64) {
-    // What a step costs, and so when the next plan is made, is another test's.
+    // Another test is about the cost of a step, by which the next plan waits.
     tierer.plan_again = Instant::now();
     model.get().answers = Answers::default();
     let (before, epochs) = (tierer.status.moves, tierer.status.epochs);
@@ -420,7 +415,7 @@ fn step(tierer: &mut Tierer, model: &Shared, most: u64) -> (u64, u64) {
     (promoted + demoted - needless, needless)
 }
 
-/// What is hot and slow though it could be fast.
+/// Describes hot memory that is slow though it could be fast, if there is any.
 fn starved(tierer: &Tierer, model: &Model) -> Option<String> {
     let (fast, slow) = (model.fast, 1 - model.fast);
     let reserve = (model.size[fast] / RESERVE_PART).max(1);
@@ -479,7 +474,7 @@ fn walk(seed: u64) {
     {
         let mut model = model.get();
         model.is_wild = false;
-        // Those that have ended would take places.
+        // Programs that have ended would take the places of others.
         for pid in (FIRST_PID..FIRST_PID + 30).filter(|pid| !model.processes.contains_key(pid)) {
             let _ = std::fs::remove_dir_all(model.root.join(format!("proc/{pid}")));
         }
@@ -502,11 +497,10 @@ fn walk(seed: u64) {
     let last = &moved[QUIET_EPOCHS as usize - 40..];
     let starved = starved(&tierer, &model.get());
     assert!(starved.is_none(), "{}", starved.unwrap_or_default());
-    // A pinned page is tried again after 30 s, and its partner may change places meanwhile.
+    // A pinned page is tried again after 30 s, and its partner may change places before.
     let has_pinned = model.get().processes.values().flat_map(Process::present).any(|page| page.is_pinned);
     let most_last = if has_pinned { 4 } else { 0 };
     assert!(last.iter().map(|(up, down)| up + down).sum::<u64>() <= most_last, "moves do not end: {last:?}");
-    // All programs end.
     model.get().processes.clear();
     let _ = std::fs::remove_dir_all(root.path().join("proc"));
     put(root.path(), "/proc/zoneinfo", &zones());
@@ -520,7 +514,7 @@ fn zones() -> String {
     (0..3).map(|node| format!("Node {node}, zone   Normal\n        high     {HIGH}\n")).collect()
 }
 
-/// What does not change of three nodes.
+/// Writes the files of three nodes that do not change.
 fn files_of_nodes(root: &Path) {
     (24..32).for_each(|block| put(root, &format!("{NODES}/node2/memory{block}/state"), "online\n"));
     put(root, "/proc/zoneinfo", &zones());

@@ -25,7 +25,7 @@ pub const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 const COUNT_US: u32 = 200_000;
 /// The kernel counts CPU time in ticks of this length.
 const TICK_US: u64 = 10_000;
-/// Most ranges of a process: DAMON's CPU time grows with them, and so does what it can tell apart.
+/// Most ranges of a process: DAMON's CPU time grows with them, and so does its precision.
 const MOST_RANGES: u32 = 500;
 
 /// The kernel refuses a second thread while one waits for an answer of DAMON's, so a program with two users of it has
@@ -41,7 +41,6 @@ pub struct Damon {
     files: Files,
     /// Sampled processes, each by the DAMON thread with its index, counted from `first`.
     watched: Vec<u32>,
-    /// Index of the first thread.
     first: usize,
     /// CPU time of threads that ended.
     spent_us: u64,
@@ -50,7 +49,7 @@ pub struct Damon {
 }
 
 impl Damon {
-    /// Use threads that the caller has made, from this one on: as many as processes are watched.
+    /// Uses threads that the caller has made, from index `first` on: one for each watched process.
     pub fn new(files: &Files, first: usize) -> Self {
         Self { files: files.clone(), watched: Vec::new(), first, spent_us: 0, state: 1 }
     }
@@ -88,7 +87,6 @@ impl Damon {
         Ok(())
     }
 
-    /// The indexes of this number of threads.
     fn indexes(&self, count: usize) -> std::ops::Range<usize> {
         self.first..self.first + count
     }
@@ -121,7 +119,7 @@ impl Damon {
     /// Returns the ranges of the thread with this index, ascending, each with how often it was seen accessed.
     fn ranges(&self, index: usize) -> io::Result<Vec<(u64, u64, u64)>> {
         let state = format!("{index}/state");
-        // Returns when DAMON has counted to the end.
+        // The write returns when DAMON has counted to the end.
         if let Err(error) = self.put(&state, "update_schemes_tried_regions") {
             let is_on = self.files.text(&format!("{ADMIN}/{state}"))? == "on";
             return if is_on { Err(error) } else { Ok(Vec::new()) };
@@ -137,9 +135,9 @@ impl Damon {
     }
 }
 
-/// Spread the counts of ranges over units of 2 MiB. A unit that a range fills gets the range's count; a unit of which
-/// it has a part gets that part of it. DAMON looked at one page for all of a range, so what it saw once counts as many
-/// samples as the range has units.
+/// Spreads the counts of ranges over units of 2 MiB. A unit that a range fills gets the range's count; a unit of which
+/// the range has a part gets this part of the count. DAMON looked at one page for all of a range, so one access that it
+/// saw counts as many samples as the range has units.
 fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64, Samples)) {
     let mut carry = 0u128;
     for &(start, end, count) in ranges {
@@ -284,7 +282,7 @@ mod tests {
     fn a_process_that_damon_refuses_because_it_has_ended_keeps_no_other_one_from_being_sampled() {
         let root = tempfile::tempdir().expect("directory");
         canned(root.path());
-        // It can be read, but not written.
+        // The state can be read, but not written.
         let state = root.path().join(&format!("{ADMIN}/1/state")[1..]);
         std::fs::remove_file(&state).expect("a file");
         std::os::unix::fs::symlink("/proc/version", &state).expect("link");

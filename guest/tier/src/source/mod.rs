@@ -1,8 +1,7 @@
 //! Where samples of accesses come from.
 //!
-//! Before: programs are chosen. After: [`crate::engine`] records addresses in their classifiers. [`damon`] is the one
-//! source; tests have others.
-//! Threads: the caller's; kernels write meanwhile. Units: virtual addresses of the sampled process.
+//! Before: programs are chosen. After: [`crate::engine`] records samples in classifiers. Tests have other sources.
+//! Threads: the caller's; the kernel samples in its own threads. Units: virtual addresses of the sampled process.
 //! Promise: a source leaves nothing behind when it is dropped.
 
 pub mod damon;
@@ -14,7 +13,7 @@ use std::io;
 pub struct Samples {
     /// How many.
     pub count: u32,
-    /// As how many of them, here and at other addresses, an observation counts.
+    /// Number of samples, here and at other addresses, for which an observation counts.
     pub each: u32,
 }
 
@@ -23,18 +22,19 @@ pub type Each<'a> = dyn FnMut(u32, u64, Samples) + 'a;
 
 /// A source of samples.
 pub trait SampleSource: Send {
-    /// Sample these processes from now on, and no other.
+    /// Samples these processes from now on, and no others.
     ///
-    /// # Errors The kernel refuses. A process that is gone is no error.
+    /// # Errors
+    /// The kernel refuses. A process that is gone is no error.
     fn watch(&mut self, processes: &[u32]) -> io::Result<()>;
 
-    /// Take what was sampled since the last time.
+    /// Takes the samples since the last call.
     ///
     /// # Errors
     /// The kernel refuses.
     fn take(&mut self, each: &mut Each<'_>) -> io::Result<()>;
 
-    /// CPU time that the kernel's threads have spent for it, in microseconds.
+    /// CPU time that the kernel's threads have spent for this source, in microseconds.
     fn cpu_us(&self) -> u64 {
         0
     }

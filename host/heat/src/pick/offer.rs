@@ -13,8 +13,8 @@
 //!
 //! A unit has a generation; if it is not one huge page, each of its blocks has one. Within an order, the memory
 //! untouched for longest goes first; of memory that the last cycle saw touched, the unit touched in the fewest cycles
-//! goes first. A limit below the memory touched in every cycle must be met from the youngest generation, where only
-//! that tells the hottest memory from the rest.
+//! goes first. A limit below the memory touched in every cycle must be met from the youngest generation, where only the
+//! number of cycles with a touch tells the hottest memory from the rest.
 //!
 //! The last tie-break is random and differs from round to round. A program that reads more than its limit in a loop
 //! would lose, by address or by time, each page shortly before it reads the page again. In random order, of a loop over
@@ -37,7 +37,6 @@ pub(super) struct Offer {
     pub seen: Moment,
     /// Number of remembered cycles that saw the unit touched.
     pub often: u32,
-    /// Random in each round.
     pub tie_break: u64,
     pub unit: UnitId,
     pub part: Part,
@@ -56,8 +55,7 @@ pub(super) enum Part {
 }
 
 impl Offer {
-    /// The pages of the unit that it offers now. Scans continue, and pages that they saw touched since the round was
-    /// made are no longer cold.
+    /// The pages of the unit that it offers now. Pages that scans saw touched since the round was made are not cold.
     pub fn wanted(&self, tracker: &Tracker) -> PageMap {
         let of = tracker.units().pages_of(self.unit);
         let scanned = tracker.units().scanned(self.unit);
@@ -78,7 +76,6 @@ impl Offer {
     }
 }
 
-/// A round of picks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Round {
     pub number: u64,
@@ -93,7 +90,6 @@ fn tie_break(unit: UnitId, round: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// Offers a unit, as a whole or in parts.
 pub(super) fn offer(tracker: &Tracker, unit: UnitId, round: Round, granule: u64, out: &mut Vec<Offer>) {
     let units = tracker.units();
     let often = units.entry(unit).map_or(0, Entry::frequency);

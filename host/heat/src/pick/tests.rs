@@ -161,7 +161,6 @@ fn a_call_examines_a_bounded_part_of_a_large_guest_and_later_calls_reach_its_end
     }
 }
 
-/// Regions of some units each, all present.
 struct Regions(RefCell<Vec<u64>>);
 
 impl Pages for Regions {
@@ -188,7 +187,7 @@ fn without_tracking_the_first_call_proposes_pages_however_large_the_guest_is() {
     let proposed: u64 = out.iter().map(|run| run.pages.count()).sum();
     assert_eq!((proposed, source.is_sorting()), (600, false));
 
-    // All of the guest is in a loop, of which a round must not take one part after the other.
+    // A guest that loops over all of its memory would lose each part before its next use by a round in order.
     source.pick(&huge, 64 * PAGES_PER_UNIT, Pick::Cold, &mut out);
     let units = || out.iter().map(|run| run.pages.start().unit());
     assert!(units().max().zip(units().min()).is_some_and(|(last, first)| last - first > 4 * AT_ONCE), "{out:?}");

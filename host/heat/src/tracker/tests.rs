@@ -9,7 +9,6 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// One region, all of it in memory.
 struct Guest(u64);
 
 impl Pages for Guest {

@@ -169,8 +169,7 @@ impl World {
                     None => FaultKind::Missing,
                 }
             };
-            // First, what a fault worker does (`touch::touched`), except that it puts the fault aside while the unit is
-            // being mapped, which only saves time.
+            // A fault worker does this (`touch::touched`), and, to save time, puts the fault aside during the mapping.
             if kind == FaultKind::Minor
                 && let Some(_mapping) = self.unit().enter()
             {

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 /// Bytes per second: a report of the largest guest is 512 KiB, and comes every two seconds.
 const RATE: u64 = 1 << 20;
-/// Most tokens.
 const BURST: i64 = 1 << 20;
 /// Cost of a message beside its bytes: at most 128 empty messages a second.
 pub(crate) const MESSAGE: u64 = 8 << 10;

@@ -1,7 +1,6 @@
 //! The socket to an agent: the host's end of its VMM's virtio-serial port.
 //!
-//! Before: the client in the VMM's process has sent it. After: bytes from and to the guest, as far as either side takes
-//! them.
+//! Before: the client in the VMM's process has sent it. After: bytes go to and from the guest as far as they are taken.
 //! Threads: a fault worker notices input; the VM's agent task does everything else.
 //! Promise: nothing here waits, whatever the VMM does to the socket; output that the guest does not read is dropped
 //! beyond a bound; input wakes a thread once, until all of it was read.
@@ -70,10 +69,7 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Channel {
-    /// A channel to this port, for the VM of this group.
-    ///
-    /// # Errors
-    /// The port is no connected Unix stream socket, or the kernel does not watch it.
+    /// A channel to this port. Fails if it is no connected Unix stream socket, or the kernel does not watch it.
     pub fn open(port: OwnedFd, group: GroupId, told: &Arc<Told>) -> io::Result<Self> {
         use rustix::net::sockopt::{socket_domain, socket_type};
         // Reading a file could wait for its file system.
@@ -87,10 +83,7 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Reads bytes of the guest. Never waits.
-    ///
-    /// # Errors
-    /// The socket is broken.
+    /// Reads bytes of the guest. Never waits. Fails if the socket is broken.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Read> {
         loop {
             return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
@@ -112,10 +105,7 @@ impl Channel {
         fits
     }
 
-    /// Sends as much as the guest's socket takes now.
-    ///
-    /// # Errors
-    /// The VMM has closed the socket.
+    /// Sends as much as the guest's socket takes now. Fails if the VMM has closed the socket.
     pub fn flush(&mut self) -> io::Result<()> {
         let mut sent = 0;
         while sent < self.out.len() {
@@ -172,7 +162,7 @@ mod tests {
             let before = runs.load(Ordering::SeqCst);
             peer.write_all(&[1]).expect("written");
             until_more(&runs, before);
-            // The other channel's input comes later, so the visit for this one is over when that is handled.
+            // The other channel's input comes later, so the visit for this one is over when the other one is handled.
             (0..100).for_each(|_| peer.write_all(&[1]).expect("written"));
             let (_channel, mut other, of_other) = counted();
             let of_this = of_other.load(Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! One connection to an agent: a session, and the worker's state of it.
+//! One connection to an agent: a session, and the worker's state for it.
 //!
 //! Before: there is a port. After: the worker (`worker`) exchanges messages.
 //! Threads: the task of the VM's agent.
@@ -40,7 +40,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Sends a hello with what the agent is to do. A later one in the session replaces it.
+    /// Sends a hello with the agent's orders. A later one in the session replaces it.
     pub fn hello(&mut self) -> bool {
         let tick_ms = TICK.as_millis() as u32;
         let wanted = Wanted { tick_ms, reports: true, services: self.services.is_wanted() };

@@ -1,13 +1,11 @@
 //! Whether the kernel services of a guest are to be tuned (Blowfish, section 4.5).
 //!
 //! Before: each regular message of an agent has the number of restored pages, and of those restored for khugepaged or
-//! compaction. After: the host asks the agent to tune these services where they matter, and to stop when no page is
-//! far.
+//! compaction. After: the agent is asked to tune these services where they matter, and to stop when no page is far.
 //! Threads: the VM's agent task. Units: pages.
-//! Promise: a guest that sends false numbers changes only its own services; the decision changes at most once in
-//! [`WINDOW`].
+//! Promise: a guest that sends false numbers changes only its own services, at most once in [`WINDOW`].
 //!
-//! Tuning costs the guest huge pages, so it begins only then.
+//! Tuning costs the guest huge pages, so it begins only when these restores matter.
 
 use std::time::{Duration, Instant};
 

@@ -4,8 +4,7 @@
 //! that was touched again soon is known; a guest most of whose cold pages are touched at once is ignored for a while
 //! (as in Demeter, section 7.2), because its reports are worse than none.
 //! Threads: the VM's reclaim worker. Units: pages.
-//! Promise: the number of samples is bounded; a page with an unknown outcome (for example because reclaim abandoned it)
-//! does not count.
+//! Promise: the number of samples is bounded; a page with an unknown outcome (say, an aborted eviction) does not count.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -19,8 +18,7 @@ use crate::vm::guest::told::Picked;
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 /// A page that the guest called cold was hot if it is touched again within this time: twice the default quarantine.
 const AT_ONCE: Duration = Duration::from_secs(2);
-/// Most samples that wait for judgement, and the approximate number taken of one pick: each stands for the pages
-/// between two samples.
+/// Most samples that wait for judgement, and about how many a pick yields: each stands for the pages up to the next.
 const SAMPLES: usize = 4096;
 const OF_A_PICK: u64 = 64;
 /// Samples of an agent's pages before a verdict; after it, half of them are forgotten.
@@ -31,7 +29,6 @@ const IGNORED_MOST: Duration = Duration::from_secs(3600);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
-    /// The agent reported it as cold.
     Agent,
     Host,
 }
@@ -61,7 +58,7 @@ pub(crate) struct Trust {
 }
 
 impl Trust {
-    /// These pages were picked: samples a few of them.
+    /// Samples a few of the pages that were picked.
     pub fn picked(&mut self, by: By, runs: &[ColdRun], pages: &dyn Pages, now: Instant) {
         let all: u64 = runs.iter().map(|run| run.pages.count()).sum();
         let step = (all / OF_A_PICK).max(1);
@@ -84,7 +81,7 @@ impl Trust {
         }
         let mut age = Age::from_byte(age);
         // A hit raises the level up to its maximum, and rounds spend the credit: another hit of a page at the maximum
-        // would leave no trace. One level lower, the next hit still earns as many rounds as before.
+        // would leave no trace. From one level lower, a hit raises the level, and earns as many rounds.
         if by == By::Agent && age.level == Age::MAX_LEVEL {
             age.level -= 1;
             pages.set_age(place.0, place.1, age.byte());
@@ -134,7 +131,7 @@ impl Trust {
         if !lies {
             return None;
         }
-        // Samples that wait were picked from those reports, too.
+        // Waiting samples were picked from the rejected reports, too.
         (self.judged, self.lies) = (0, 0);
         self.waiting.retain(|sample| sample.by == By::Host);
         let waiting = &self.waiting;
@@ -182,8 +179,7 @@ mod tests {
         vec![ColdRun { region: 0, pages: PageRange::of(PageIdx(first), count) }]
     }
 
-    /// Runs rounds in which 16 pages are picked, of which `touched_of_16` are touched: in quarantine, or after this
-    /// time.
+    /// Runs rounds with 16 picked pages, of which `touched_of_16` are touched: in quarantine, or after this time.
     fn after(touched_of_16: u64, back_after: Option<Duration>) -> (Option<Duration>, Picked) {
         let (mut trust, start) = (Trust::default(), Instant::now());
         let mut verdict = None;

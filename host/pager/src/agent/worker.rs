@@ -31,12 +31,12 @@ use crate::vm::guest::places::Places;
 use crate::vm::guest::told::{State, Told};
 use crate::vm::stats::Counter;
 
-/// An agent without a valid message for this long counts as absent; a report of this age is no longer used, because
-/// reports of the largest guests come rarely.
+/// An agent without a valid message for the time `SILENT` counts as absent. A report is used up to the age
+/// `REPORT_OLD`: reports of the largest guests come rarely.
 const SILENT: Duration = Duration::from_secs(10);
 const REPORT_OLD: Duration = Duration::from_secs(180);
-/// Time between hellos, which tell an agent that its host is there: it cannot see that from the port; and between
-/// requests to prove a piece: the guest may have had no page there.
+/// Time between hellos, which tell an agent that its host is there (the port does not show it), and between requests to
+/// prove a piece, in which the guest may have had no page.
 const EVERY: Duration = Duration::from_secs(5);
 /// Longest pause between two searches for a port; the first is [`TICK`].
 const POLL_MOST: Duration = Duration::from_secs(60);
@@ -78,7 +78,6 @@ impl AgentWorker {
         }
     }
 
-    /// Runs once; returns when the next run is due.
     pub fn run(&mut self, now: Instant) -> Next {
         if self.vm.is_stopping() {
             self.lose(State::Silent);
@@ -198,7 +197,6 @@ impl AgentWorker {
 
     fn failed(&mut self, doing: &str, error: &io::Error) {
         self.failures += 1;
-        // Logged at the 1st, 2nd, 4th, 8th ... time.
         if self.failures.is_power_of_two() {
             tracing::warn!(vm = self.vm.state.name(), "{doing} the agent of its guest: {error}");
         }
@@ -291,8 +289,7 @@ impl AgentWorker {
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // Pages of the balloon go first, but are copied out as any page: the guest uses them if the agent was
-            // killed.
+            // Pages of the balloon go first, but with a copy: the guest uses them if the agent was killed.
             ToHost::Taken { node, runs } => {
                 self.bucket.charge(runs.len() as u64 * 16);
                 if let Some(most) = link.balloon.get(&node).filter(|_| self.told.is_reporting())
@@ -404,7 +401,7 @@ impl AgentWorker {
         }
     }
 
-    /// Decides whether its reports are used now.
+    /// Decides whether the agent's reports are used now.
     fn judge(&mut self, now: Instant) {
         let Some(link) = &self.link else { return };
         let is_within = |at: Option<Instant>, most| at.is_some_and(|at| now.saturating_duration_since(at) <= most);

@@ -1,9 +1,7 @@
-//! Messages of a view's peer: replies to zaps, discards, its end.
+//! Messages of a view's peer: replies to zaps, discards, and the peer's end.
 //!
-//! Before: [`Vm::add_view`] has the servers (`run/servers.rs`) wait for the peer's input. After: the peer or the engine
-//! has ended.
-//! Threads: a worker that is bound to no CPU reads messages; a task of the VM carries out discards. Units: ranges of
-//! the process's addresses.
+//! Before: [`Vm::add_view`] has the servers (`run/servers.rs`) wait for the peer. After: the peer or engine has ended.
+//! Threads: a worker bound to no CPU reads messages; a task carries out discards. Units: ranges of process addresses.
 //! Promise: an invalid message is reported and costs the VM nothing: its faults are still served. A client can make a
 //! `recvmsg` take arbitrarily long (it receives from the same socket into memory that is never filled, or it sends a
 //! descriptor whose close waits). That blocks one thread, and no other VM's messages.
@@ -25,13 +23,12 @@ use crate::vm::view::View;
 /// Pause before the retry of a discard that met a locked page.
 const LOCKED_PAUSE: Duration = Duration::from_millis(10);
 
-/// A peer whose messages are read. It keeps no reference to its VM during a read, because a client can make that take
-/// arbitrarily long.
+/// A peer whose messages are read. During a read, which a client can prolong, it keeps no reference to its VM.
 pub(super) struct Listened {
     vm: Weak<Vm>,
     view: Weak<View>,
     peer: Arc<ClientPeer>,
-    /// A discard of its is under way: the next message is read after that.
+    /// A discard of the peer is under way: the next message is read after it.
     asked: Arc<AtomicBool>,
     notify: Notify,
     invalid: u64,
@@ -43,12 +40,10 @@ impl Listened {
         Self { vm: Arc::downgrade(vm), view: Arc::downgrade(view), peer, asked, notify, invalid: 0 }
     }
 
-    /// The VM and its view; `None` if either has ended.
     fn known(&self) -> Option<(Arc<Vm>, Arc<View>)> {
         self.vm.upgrade().zip(self.view.upgrade()).filter(|(vm, view)| !vm.is_stopping() && !view.is_closed())
     }
 
-    /// Handles a message. Returns when to read the next one.
     fn heard(&mut self, heard: io::Result<Heard>, vm: &Vm, view: Arc<View>) -> Next {
         match heard {
             Ok(Heard::Nothing) => return Next::Idle,
@@ -60,7 +55,6 @@ impl Listened {
                 vm.mail.discards.push(Asked { view, seq, ranges, then });
             }
             Ok(Heard::Nonsense(what)) => {
-                // Reported the 1st, 2nd, 4th, 8th ... time.
                 self.invalid += 1;
                 if self.invalid.is_power_of_two() {
                     vm.report("client-error", format!("The client in process {} sent nonsense: {what}", view.pid));

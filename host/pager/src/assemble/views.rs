@@ -25,7 +25,7 @@ impl Vm {
             view.add_span(*span, *number);
             self.region(*number).into_iter().for_each(|region| region.set_unplugged(false));
         }
-        // No batch is under way while this is held, and none from before is evicted afterwards.
+        // No batch is under way while the layout is held, and no earlier batch is evicted afterwards.
         let layout = self.memory.change_layout();
         let mut bad = Vec::new();
         for region in self.regions() {
@@ -40,8 +40,7 @@ impl Vm {
         self.listen(&view)?;
         self.mail.agent.notifier.notify();
         self.notify_reclaim();
-        // The kernel does not deliver faults again that an earlier engine read and did not resolve, so they are raised
-        // again.
+        // The kernel does not deliver faults again that an earlier engine read and did not resolve.
         view.wake_all()?;
         Ok(bad)
     }
@@ -58,7 +57,7 @@ impl Vm {
             Ok(())
         });
         if added.is_err() {
-            // All or none: a second call must find none.
+            // All servers are added or none: a second call must find none.
             self.life.forget_faults(|known| std::ptr::eq(known, &**view));
         }
         added

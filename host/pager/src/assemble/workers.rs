@@ -1,7 +1,7 @@
 //! The workers of a VM: starts, restarts after a panic, notifies, and ends its tasks.
 //!
-//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. During a hand-over two engines serve a
-//! VM, and only its faults and discards: the leaving engine from [`Vm::serve_faults_only`] on, the next one until
+//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. In a hand-over two engines serve a VM,
+//! but only its faults and discards: the leaving one from [`Vm::serve_faults_only`] on, the next one until
 //! [`Vm::start`].
 //! Threads: any may call; [`Vm::stop`] waits for all workers but the calling one.
 //! Promise: a worker's panic costs no byte: faults that it had read and not served are raised again, and a VM that no
@@ -68,8 +68,8 @@ impl Vm {
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {
-            // The view was added while another engine served the VM, too. If that engine died, faults that it had read
-            // are raised again.
+            // Another engine served the VM, too, when the view was added. If it died, its unserved faults are raised
+            // again.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
@@ -89,7 +89,6 @@ impl Vm {
         self.start_slow()
     }
 
-    /// Starts the slow workers, unless they were started before.
     fn start_slow(self: &Arc<Self>) -> io::Result<()> {
         if self.stores.slow().is_empty() || !self.life.begins_slow() {
             return Ok(());
@@ -100,7 +99,6 @@ impl Vm {
         Ok(())
     }
 
-    /// Starts the discard worker, unless it was started before.
     fn start_discards(self: &Arc<Self>) -> io::Result<()> {
         if self.life.begins_discards() {
             self.add_task(DISCARD, Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
@@ -166,8 +164,7 @@ impl Vm {
     pub fn stop(&self) {
         self.serve_faults_only();
         self.life.end_faults();
-        // The fault servers end first, because they pass faults to the slow workers. Each raises its pending faults
-        // again.
+        // The fault servers end first: they pass faults to the slow workers. Each raises its pending faults again.
         self.life.wait_for_faults();
         let (pool, serving) = self.life.serving_pool();
         pool.join(serving);

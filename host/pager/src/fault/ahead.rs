@@ -19,10 +19,7 @@ use crate::vm::region::Region;
 use crate::vm::view::RegionView;
 
 /// Brings in up to `ahead` of these pages. With `is_fresh` they were never touched, and come from the first one on.
-/// Returns the page after the last one brought in.
-///
-/// # Errors
-/// The kernel failed in a way that it should not.
+/// Returns the page after the last one brought in. Fails only if the kernel fails in a way that it should not.
 pub(crate) fn bring_ahead(
     vm: &Vm,
     region: &Region,

@@ -25,8 +25,7 @@ use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
-/// Time for which a fault worker keeps a fault whose read was begun. A slower store gains nothing by it: slow workers
-/// wait in parallel.
+/// Time for which a fault worker keeps a fault whose read was begun. Slow workers wait in parallel for slower stores.
 const SOON: Duration = Duration::from_millis(2);
 
 /// If all pending faults wait for replies, the time at which the first of them goes to a slow worker.

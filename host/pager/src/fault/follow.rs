@@ -5,8 +5,7 @@
 //! Threads: the worker that serves the userfaultfd. Units: CPU numbers of the kernel.
 //! Promise: it is only a hint. If the kernel does not tell the CPU, the userfaultfd stays where it is.
 //!
-//! The userfaultfd moves when two samples agree. If a VM's threads fault on many CPUs, it stays, or goes to an idle
-//! worker.
+//! The userfaultfd moves when two samples agree. If a VM faults on many CPUs, it stays, or goes to an idle worker.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -27,7 +26,6 @@ pub struct Follow {
     thread: Option<(u32, File)>,
 }
 
-/// The CPU where a thread ran last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ran {
     On(usize),

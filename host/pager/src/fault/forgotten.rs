@@ -6,7 +6,7 @@
 //! about [`EVERY`] while there are faults, otherwise for [`RARELY`]; longer only while other faults wait for a disk.
 //! All userfaultfds of a CPU are checked at the same times, so one more VM costs no wake-up.
 //!
-//! No cause of lost faults is known, and nothing else would report one. The kernel returns the number of faults read
+//! No cause of lost faults is known, and no other code would report one. The kernel returns the number of faults read
 //! and not resolved within microseconds. A wake is always safe: a thread whose page is still missing faults again.
 
 use std::sync::OnceLock;

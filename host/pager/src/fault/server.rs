@@ -52,7 +52,6 @@ const RETRY: Duration = Duration::from_micros(50);
 const LONG: Duration = Duration::from_secs(5);
 
 thread_local! {
-    /// Each worker's buffer for pages of readahead.
     static BUFFER: RefCell<Box<[PageBytes; readahead::MOST as usize]>> = RefCell::new(Box::new([[0; PAGE_SIZE]; _]));
 }
 
@@ -74,7 +73,7 @@ pub(crate) struct FaultServer {
     vm: Arc<Vm>,
     view: Arc<View>,
     shard: Arc<Shard>,
-    /// The first one is tried next.
+    /// The first fault is tried next.
     pending: VecDeque<PendingFault>,
     read: Vec<Fault>,
     sampler: Sampler,
@@ -162,7 +161,7 @@ impl FaultServer {
         let newest = self.read.last().map(|fault| fault.thread);
         let is_full = self.read.len() == READ_AT_ONCE;
         if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
-            // Also if no fault was read: another program may have read it.
+            // The time counts even if no fault was read: another program may have read it.
             self.forgotten.seen(now);
         }
         if newest.is_some() {
@@ -197,7 +196,6 @@ impl FaultServer {
         After { placement, shares: vm.shares(), ..after }
     }
 
-    /// The next visit after a round that began at `now`.
     fn after(&self, round: &Round, now: Instant) -> After {
         if self.pending.is_empty() {
             return After::next(Next::At(self.forgotten.due()));
@@ -220,8 +218,7 @@ impl FaultServer {
         After { is_eager: true, ..After::next(Next::Again) }
     }
 
-    /// Each pending fault waits for credits: has this server notified of them, unless there are enough. Returns the
-    /// next visit.
+    /// Has this server notified when there are credits, unless there are enough. Returns the next visit.
     fn wait_for_credits(&self, now: Instant) -> Next {
         let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
         match self.vm.mail.throttle.begin_wait(&self.waiter, self.short_of) {
@@ -308,8 +305,7 @@ impl FaultServer {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
         }
-        // Fault workers read from near stores only. If the page leaves them at this moment, the retry finds it in a
-        // slow store.
+        // Fault workers read from near stores only. If the page leaves them now, the retry finds it in a slow store.
         if !vm.stores.slow().is_empty() && region.is_slow(page) {
             let word = region.word(page);
             let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far && !word.is_locked();
@@ -361,7 +357,7 @@ impl FaultServer {
             .with_borrow_mut(|buffer| bring_ahead(vm, region, &memory, (pages, ahead), is_fresh, &mut buffer[..]));
         match run {
             Ok(end) => self.readahead.came(end.0),
-            // The fault itself meets this error and reports it.
+            // The thread's own fault then fails with this error, too, and reports it.
             Err(error) => {
                 tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}")
             }

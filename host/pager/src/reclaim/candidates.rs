@@ -36,7 +36,6 @@ pub(super) struct Candidates {
 /// The sources of proposals; separate from the VM for tests.
 struct Proposals {
     source: HeatSource,
-    /// Samples of evicted pages, of the agent's and of the host's.
     trust: Trust,
 }
 
@@ -59,7 +58,7 @@ impl Candidates {
         }
         while let Some(place) = vm.mail.refaults.take() {
             trust.restored(place, now);
-            // Also told to an agent that is ignored: it says which of them were restored for its kernel's services.
+            // An ignored agent is told, too: it counts the pages that were restored for its kernel's services.
             agent.restored(place);
         }
         let verdict = trust.judge(&Table::of(vm), now);
@@ -88,7 +87,6 @@ impl Proposals {
         Self { source, trust: Trust::default() }
     }
 
-    /// [`Candidates::pick`] with this agent and this table.
     fn pick(
         &mut self,
         agent: &Told,
@@ -97,8 +95,7 @@ impl Proposals {
         pick: Pick,
         now: Instant,
     ) -> (Vec<(Accesses, ColdRun)>, bool) {
-        // While a guest reports, pages other than its cold ones are evicted only if they must be: its least warm ones,
-        // and then those of heat.
+        // While a guest reports, its cold pages go. If more must go, its least warm pages follow, and then heat's.
         let (is_reporting, mut of_agent) = (agent.is_reporting(), Proposed::default());
         if is_reporting {
             of_agent = agent.hints().pick(table, want, pick);

@@ -2,9 +2,8 @@
 //!
 //! Before: a round of the reclaim worker has measured the VM. After: the mode, T, the number of pages to keep in
 //! quarantine, and the ceiling hold for that round.
-//! Threads: the VM's reclaim worker. Units: pages of 4 KiB, where a name does not say bytes. Promise: no clock and no
-//! I/O; T is never longer than the configured one. Ten seconds within its limit, and what a VM met above it is
-//! forgotten.
+//! Threads: the VM's reclaim worker. Units: pages of 4 KiB, where a name does not say bytes. Promise: no clock, no I/O;
+//! T is never longer than configured. After ten seconds within the limit, findings above it are forgotten.
 //!
 //! ```text
 //! resident:  0 ......... low ............ limit .............. ceiling ..............
@@ -18,17 +17,17 @@
 //! | direct | it is above its limit, or a fault waits for credits | the next pages | 0.3 s, less under pressure |
 //! | forced | direct, and nearly all pages are touched even if T is none | the next, locked while copied | none |
 //!
-//! *Pressure* is a fault that waits for credits, memory above the ceiling that still grows (a VM that is loaded touches
-//! its memory for the first time, which no fault tells and nothing slows), or a round in which the guest had touched
-//! nearly all pages of which T was over. Under the first two T is halved once in T/8, since a change shows only later.
-//! It grows by 1/16 in each round within the limit, and is doubled after each second above it without pressure. In the
-//! background nothing is urgent: there the number of pages in quarantine is halved if nearly all were touched, and
-//! doubled if not.
+//! *Pressure* is a fault that waits for credits, memory above the ceiling that still grows (a VM that touches memory
+//! for the first time causes no fault that the engine sees, so nothing slows it), or a round in which the guest had
+//! touched nearly all pages of which T was over. Under the first two, T is halved once in T/8, because a change shows
+//! only later. T grows by 1/16 in each round within the limit, and is doubled after each second above it without
+//! pressure. In the background nothing is urgent: there the number of pages in quarantine is halved if nearly all were
+//! touched, and doubled if not.
 //!
 //! # The table
 //!
 //! These are all numbers that stand between a limit and the pages of a VM. `lab/notebook/ablation.md` has the
-//! experiments, and what was here before and changed no figure.
+//! experiments, and the former rules that changed no figure.
 //!
 //! | Constant | Unit | What it bounds | Experiment |
 //! |---|---|---|---|
@@ -53,9 +52,8 @@ pub(super) use crate::vm::serve::throttle::MOST_WAIT;
 #[cfg(doc)]
 use crate::vm::serve::throttle::PRICE;
 
-/// The margin is 1/N of the limit: memory that the guest may not use is lost to it.
+/// The margin is 1/N of the limit. It must be small, because the guest cannot use it.
 const MARGIN_PART: u64 = 256;
-/// The least margin.
 const MARGIN_LEAST: Bytes = Bytes(MIB);
 /// Most memory put into quarantine in one round. While the first of it waits for T, more is picked.
 const BATCH: Bytes = Bytes(32 * MIB);
@@ -64,21 +62,16 @@ const BATCH: Bytes = Bytes(32 * MIB);
 const PART: u64 = 8;
 /// How long a finding holds.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
-/// T of memory of which a guest's agent cannot see whether it is used: as long as memory that it sees must be idle
-/// before it is cold.
+/// T of memory whose accesses an agent cannot see: the time without accesses after which it calls other memory cold.
 const UNSEEN: Duration = Duration::from_secs(10);
-/// Longest time for which a round evicts, beyond the run in hand, and the pause of a round that evicted nothing above
-/// the limit.
+/// Longest time for which a round evicts, beyond the run in hand, and the pause after none was evicted above the limit.
 pub(super) const SLICE: Duration = Duration::from_millis(2);
-/// The pause after a round in the background.
 pub(super) const BACKGROUND: Duration = Duration::from_millis(20);
 /// The longest pause of a VM at rest; `growth` and restores end it.
 pub(super) const REST: Duration = Duration::from_secs(8);
 
-/// What reclaim does for a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Nothing.
     Rest,
     /// It takes cold pages, and waits for T.
     Background,
@@ -89,41 +82,35 @@ pub(super) enum Mode {
 }
 
 impl Mode {
-    /// Must pages go although they are warm?
+    /// Returns whether pages must go although they are warm.
     pub fn is_urgent(self) -> bool {
         matches!(self, Self::Direct | Self::Forced)
     }
 }
 
-/// What a round measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seen {
-    /// The VM's limit, and what it holds.
     pub limit: Bytes,
     pub resident: Bytes,
-    /// A fault waits for credits.
     pub faults_wait: bool,
     /// Other VMs wait for the memory that this one is above its limit.
     pub others_wait: bool,
     pub now: Instant,
 }
 
-/// What a round is to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Round {
     pub mode: Mode,
     /// Pages above low, which are to go.
     pub excess: u64,
-    /// T above the limit, where T is no safety matter. `None` in the background.
+    /// T above the limit, if T is not needed for safety. `None` in the background.
     pub direct: Option<Duration>,
-    /// The least T of pages whose accesses nobody sees.
     pub unseen: Duration,
     /// The VM is so far below low that nothing need be in quarantine.
     pub is_far_below: bool,
     margin: u64,
 }
 
-/// How far reclaim goes for one VM.
 #[derive(Debug)]
 pub(super) struct Controller {
     /// T above the limit without pressure.
@@ -134,9 +121,9 @@ pub(super) struct Controller {
     is_forced: bool,
     /// Most pages in quarantine in the background.
     few: u64,
-    /// Since when the VM has been above its limit but for moments, and when it was last.
+    /// Since when the VM has been above its limit, except for moments, and when it was above it last.
     above: Option<(Instant, Instant)>,
-    /// What the VM held in the round before, in pages.
+    /// Resident pages in the round before.
     held: u64,
 }
 
@@ -159,7 +146,6 @@ impl Controller {
         }
     }
 
-    /// Begins a round.
     pub fn begin(&mut self, seen: &Seen) -> Round {
         let (limit, resident) = (seen.limit.pages_floor().0, seen.resident.pages_floor().0);
         let margin = margin(seen.limit);
@@ -188,8 +174,8 @@ impl Controller {
         }
     }
 
-    /// In a round that ends now, T of `due` pages was over, of which `gone` were evicted. (More may have been, of which
-    /// nobody sees whether they are used.)
+    /// Judges a round that ends now: T of `due` pages was over, and `gone` of these were evicted. (Pages whose accesses
+    /// are not seen may have been evicted, too.)
     pub fn judge(&mut self, mode: Mode, (due, gone): (u64, u64), now: Instant) {
         let is_nearly_all = gone * PART < due;
         match mode {
@@ -216,18 +202,16 @@ impl Controller {
         all
     }
 
-    /// Returns the number of pages that one round may put into quarantine.
     pub fn batch() -> u64 {
         BATCH.pages_floor().0
     }
 
-    /// T above the limit, where T is no safety matter.
     fn wait(&self) -> Duration {
         Duration::from_micros(self.wait_us)
     }
 
-    /// The least T of pages whose accesses nobody sees: none if the VM has been above its limit for as long, or
-    /// somebody waits, since a guest must gain nothing by memory of this kind.
+    /// The least T of pages whose accesses nobody sees: none if the VM has been above its limit for as long, or a fault
+    /// or another VM waits, because a guest must gain nothing by memory of this kind.
     fn unseen(&self, mode: Mode, seen: &Seen) -> Duration {
         let is_over = self.above.is_some_and(|(since, _)| seen.now.saturating_duration_since(since) >= UNSEEN);
         let may_go = mode.is_urgent() && is_over || seen.faults_wait || seen.others_wait;
@@ -241,14 +225,14 @@ impl Controller {
         self.above = Some((since.map_or(now, |(since, _)| since), now));
         self.few = u64::MAX;
         if since.is_none() {
-            // What it met so long ago says nothing now.
+            // Findings from so long ago say nothing now.
             (self.wait_us, self.changed_at, self.is_forced) = (self.longest_us(), None, false);
         }
         let after = |time| self.changed_at.is_none_or(|at| now.saturating_duration_since(at) >= time);
         if is_pressed && after(self.wait() / PART as u32) {
             self.halve(now);
         } else if !is_pressed && !self.is_forced && self.wait_us < self.longest_us() && after(LOOK) {
-            // One moment of pressure must not end all looks for ever.
+            // Otherwise one moment of pressure would keep T short for ever.
             (self.wait_us, self.changed_at) = ((self.wait_us * 2).clamp(1, self.longest_us()), Some(now));
         }
     }
@@ -287,7 +271,6 @@ mod tests {
             Self { controller: Controller::new(DIRECT), now: Instant::now() }
         }
 
-        /// A round after this time.
         fn round(&mut self, after: Duration, resident_mib: u64, faults_wait: bool) -> Round {
             self.now += after;
             let seen = Seen {

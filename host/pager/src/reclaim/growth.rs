@@ -3,8 +3,7 @@
 //! Before: a reclaim worker found nothing to do, and runs rarely. After: it is notified when the VM's resident memory
 //! has changed. A restore notifies by itself, but unregistered memory that was never touched comes in without a fault
 //! that the engine sees, so a task must check for it.
-//! Threads: one task of the pool for all VMs. Running each VM's worker for this check cost ten times as much. Units:
-//! bytes.
+//! Threads: one task for all VMs; running each VM's worker for this check cost ten times as much. Units: bytes.
 //! Promise: growth is noticed within about [`EVERY`], plus the delay of the pool.
 
 use std::io;
@@ -21,10 +20,7 @@ const EVERY: Duration = Duration::from_secs(1);
 /// The VMs to check, and the task that checks them.
 static WATCHED: Mutex<(Vec<Weak<Vm>>, Option<Handle>)> = Mutex::new((Vec::new(), None));
 
-/// Has the task check this VM until the VM is dropped.
-///
-/// # Errors
-/// The kernel cannot start a thread for the task.
+/// Has the task check this VM until the VM is dropped. Fails if the kernel cannot start a thread for the task.
 pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     let mut watched = WATCHED.lock().expect("no panic while held");
     let (vms, task) = &mut *watched;

@@ -23,8 +23,7 @@ use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use crate::vm::{Layout, Vm};
 
-/// Pages evicted under one hold of their locks above the limit: a fault that meets a lock waits for at most one punch
-/// of this size, some 20 us.
+/// Pages evicted under one hold of their locks above the limit: a fault waits for at most one such punch, some 20 us.
 const EVICT_RUN: u64 = 64;
 
 /// Whether accesses to a page are seen before its quarantine.
@@ -43,7 +42,6 @@ struct Batch {
     runs: Vec<(Accesses, ColdRun)>,
 }
 
-/// Pages in Quarantine that clients are zapping.
 struct Zapping {
     ticket: Ticket,
     generation: u64,
@@ -85,16 +83,13 @@ impl Quarantine {
         !self.batches.is_empty() || !self.unseen.is_empty()
     }
 
-    /// Returns whether all pages in quarantine are those whose accesses are not seen.
     pub fn is_all_unseen(&self) -> bool {
         self.batches.is_empty() && self.zapping.is_none() && !self.unseen.is_empty()
     }
 
     /// Puts the Resident pages among those picked into quarantine, and has the clients zap them. `layout`, under which
-    /// they were picked, is released before the zap. Returns the number of pages.
-    ///
-    /// # Errors
-    /// The kernel cannot register memory, or a client cannot be asked. None of the pages is then in quarantine.
+    /// they were picked, is released before the zap. Returns the number of pages. Fails if the kernel cannot register
+    /// memory, or a client cannot be asked; then none of the pages is in quarantine.
     pub fn put(
         &mut self,
         layout: Layout<'_>,
@@ -150,8 +145,7 @@ impl Quarantine {
         for (accesses, run) in picked {
             // An unplugged region has freed the memory of its words.
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            // Registered before the first word is Quarantine: a page that is not registered must never be zapped or
-            // far.
+            // Registered before the first word is Quarantine: an unregistered page must never be zapped or far.
             match vm.register_or_keep(&region, run.pages) {
                 Ok(true) => {}
                 Ok(false) => continue,
@@ -179,10 +173,8 @@ impl Quarantine {
         Ok(marked)
     }
 
-    /// Takes the clients' replies. After the last one, the pages begin to wait for T.
-    ///
-    /// # Errors
-    /// A client did not zap. None of these pages is in quarantine any more.
+    /// Takes the clients' replies. After the last one, the pages begin to wait for T. Fails if a client did not zap;
+    /// then none of these pages is in quarantine any more.
     pub fn take_answers(&mut self, now: Instant) -> std::io::Result<()> {
         let vm = self.vm.clone();
         let Some(mut zapping) = self.zapping.take() else { return Ok(()) };
@@ -245,10 +237,8 @@ impl Quarantine {
 
     /// Resets the quarantine after a failure during a batch, or a panic of the worker: all its pages become Resident.
     /// Moves that the worker had not booked are unknown, so the gauge is set to the pages that a discard or a fault has
-    /// locked now, which book them. A page that is moved and not booked yet makes the gauge too low by one.
-    ///
-    /// # Errors
-    /// The state file cannot be read.
+    /// locked now, which book them. A page that is moved and not booked yet makes the gauge too low by one. Fails if
+    /// the state file cannot be read.
     pub fn forget(&mut self) -> Result<(), StateError> {
         let _layout = self.vm.memory.layout();
         self.batches.clear();
@@ -275,7 +265,6 @@ impl Quarantine {
     }
 }
 
-/// [`Quarantine::due`] for these batches.
 fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
     loop {
         let batch = batches.front_mut()?;
@@ -298,7 +287,6 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
         let start = cold.pages.start();
         let whole = whole && start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT;
         let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-        // A run does not cross the end of a unit.
         let unit_end = PageIdx::first_of_unit(start.unit() + 1);
         let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
         let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };

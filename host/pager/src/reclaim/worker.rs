@@ -103,7 +103,6 @@ impl ReclaimWorker {
         worker
     }
 
-    /// Runs a round; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
@@ -234,12 +233,10 @@ impl ReclaimWorker {
         })
     }
 
-    /// The quarantine time that applies now.
     fn wait_for(&self, direct: Option<Duration>) -> Duration {
         self.vm.quarantine(direct, self.check.is_some())
     }
 
-    /// Gets the pin check, and checks pinned pages again.
     fn check_pinned_again(&mut self, now: Instant) {
         let vm = self.vm.clone();
         self.check = vm.pins.check();
@@ -276,8 +273,7 @@ impl ReclaimWorker {
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees only touches of registered memory.
         let is_watched = self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.views().is_empty();
-        // These holds are short. A chunk with a page that the VMM has mapped over cannot be registered again: all of it
-        // would stay in memory.
+        // These holds are short, and a chunk that the VMM has mapped over in part cannot be registered again.
         let is_passing = self.vm.is_held_for(Hold::Unchecked) || self.vm.is_held_for(Hold::Orphaned);
         if is_watched && !is_passing && !self.vm.is_tracked() {
             let _layout = self.vm.memory.layout();

@@ -1,7 +1,6 @@
 //! Input: the descriptors that one worker waits for, and a wake-up by other threads.
 //!
-//! Before: a set listens to a descriptor. After: its worker gets one event for each input, with the number under which
-//! the descriptor was added.
+//! Before: a set listens to a descriptor. After: its worker gets an event for each input, with the descriptor's number.
 //! Threads: one waits; any adds, removes and wakes. Units: numbers of descriptors; 0 is the wake-up.
 //! Promise: no wake-up is lost if the worker looks for work under the lock under which others add it, and calls
 //! [`Input::begin_wait`] before it releases that lock. Waking a worker that does not wait costs no system call.
@@ -45,7 +44,7 @@ impl Input {
     pub fn add_once(&self, fd: BorrowedFd<'_>, number: u64) -> io::Result<()> {
         let once = EventFlags::IN.union(EventFlags::ONESHOT);
         let (again, data) = (EventData::new_u64(number), EventData::new_u64(number));
-        // It nearly always was.
+        // The descriptor nearly always was added before.
         match epoll::modify(&self.epoll, fd, again, once) {
             Err(rustix::io::Errno::NOENT) => Ok(epoll::add(&self.epoll, fd, data, once)?),
             changed => Ok(changed?),
@@ -81,7 +80,6 @@ impl Input {
         self.is_waiting.store(false, Ordering::Relaxed);
     }
 
-    /// Waits for events, for at most `at_most`; without a limit if that is `None`.
     pub fn wait(&self, events: &mut Vec<Event>, at_most: Option<Duration>) -> io::Result<()> {
         let pause =
             at_most.map(|pause| Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() });

@@ -80,7 +80,7 @@ struct Shared {
     /// A task is ready, or a timer is due earlier than before.
     work: Condvar,
     over: Condvar,
-    /// The first of some tasks runs.
+    /// Wakes the watchdog when a task runs after none did.
     watch: Condvar,
     /// Number of threads that should not be waiting in the kernel.
     base: usize,
@@ -274,7 +274,6 @@ impl Pool {
         }
     }
 
-    /// Starts threads until enough are not blocked.
     fn start_missing(&self, inner: &mut Inner) -> io::Result<()> {
         if !inner.has_watchdog {
             let pool = self.clone();
@@ -292,7 +291,6 @@ impl Pool {
     }
 }
 
-/// Name of a thread that runs no task.
 const IDLE: &str = "pool";
 
 #[cfg(test)]

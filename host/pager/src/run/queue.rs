@@ -1,5 +1,4 @@
-//! The queue of the pool, and of each set of userfaultfds: decides which task runs next. It has no thread, lock or
-//! clock.
+//! The queue of the pool, and of each set of userfaultfds: which task runs next. It has no thread, lock or clock.
 //!
 //! Before: tasks are notified, or their timers are due. After: [`Queue::take`] returns one, group by group.
 //! Threads: the caller has a lock. Units: nanoseconds of running.
@@ -52,8 +51,7 @@ impl Next {
         if pause.is_zero() { Self::Again } else { Self::At(now + pause) }
     }
 
-    /// After a pause of about this length, at a time that is common to tasks with such pauses: one wake-up serves them
-    /// all.
+    /// After a pause of about this length, at a time common to tasks with such pauses: one wake-up serves them all.
     pub fn about(now: Instant, pause: Duration) -> Self {
         /// Intervals of the common times, for long and for short pauses.
         const LONG_GRAIN: Duration = Duration::from_secs(1);
@@ -309,7 +307,7 @@ impl Queue {
             Next::Idle if !notified => task.state = State::Idle,
             _ => {
                 task.state = State::Ready;
-                // With credit left, the only task of a group has the rest of its turn.
+                // With credit left, the only task of a group keeps its turn.
                 let keeps_turn = known.ready.is_empty() && known.credit > 0;
                 self.make_ready(id, group);
                 if keeps_turn {

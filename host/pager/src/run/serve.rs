@@ -11,14 +11,11 @@ use super::queue::{Next, USUAL_SHARES, charge};
 /// Quantum of a group (a VM), and time after which a visit must begin nothing new: some ten faults.
 pub const BATCH: Duration = Duration::from_micros(100);
 
-/// Serves a descriptor.
 pub trait Serve: Send {
-    /// Visits it: there is input, it was notified, or its timer is due. `now` is the present time; work begun after
-    /// `until` delays others.
+    /// Visits it: there is input, it was notified, or its timer is due. Work begun after `until` delays others.
     fn serve(&mut self, now: Instant, until: Instant) -> After;
     /// A visit panicked, for the `times`th time. Returns whether it is to be visited again.
     fn panicked(&mut self, times: u32) -> bool;
-    /// The visits have ended.
     fn end(&mut self);
     /// Returns whether it must never be served by a worker that is bound to a CPU, because a visit may wait for what
     /// its VMM sent, or serves no fault. A visit that is stuck then blocks no fault worker.
@@ -53,7 +50,6 @@ impl After {
         Self { next, is_eager: false, placement: Placement::Stay, shares: USUAL_SHARES }
     }
 
-    /// The charge for a visit of this length.
     pub fn charge(&self, spent: Duration) -> Duration {
         charge(spent, self.shares)
     }

@@ -1,14 +1,12 @@
-//! Servers: a worker per CPU for the userfaultfds of all VMs, and one for messages of all clients. No VM can stop the
-//! others.
+//! Servers: a worker per CPU for the userfaultfds of all VMs, and one for clients' messages. No VM can stop the others.
 //!
 //! Before: [`Servers::add`] gets a descriptor with its [`Serve`]. After: a worker visits it whenever there is input,
 //! the worker of the preferred CPU if it has one, until [`Served::close`].
-//! Threads: a worker for each CPU of the process, pinned to it, from its first descriptor on; one that is pinned to
-//! none; one for each server that is stuck, or was in the last second; a watchdog. All have a higher priority than
-//! guests.
+//! Threads: a worker for each CPU of the process, pinned to it, from its first descriptor on; one that is not pinned;
+//! one for each server that is stuck, or was in the last second; a watchdog. All have a higher priority than guests.
 //! Promise: a server that is stuck (in a lock that its VMM holds, in a store) delays those that share its worker by at
 //! most two [`TICK`]s: its thread stays with it alone, and another thread takes the rest. A server that runs for
-//! [`TOO_MANY_TICKS`] without sleeping is handled like that, too. A panic affects one server. A worker that real-time
+//! [`TOO_MANY_TICKS`] without sleeping is handled in the same way. A panic affects one server. A worker that real-time
 //! threads keep from its CPU may use other CPUs from then on. A worker that panics outside of a visit ends the process:
 //! the next engine then serves all VMs, while a missing worker would serve none.
 //!
@@ -72,7 +70,6 @@ struct Shared {
     last: AtomicU64,
     /// Held while threads are started; true: there is a watchdog.
     starting: Mutex<bool>,
-    /// The watchdog is awake, or its timer is armed.
     is_watched: AtomicBool,
     /// Wakes the watchdog. A timer, because arming it wakes no thread while a fault waits.
     timer: OwnedFd,
@@ -127,7 +124,6 @@ fn or_end(work: impl FnOnce()) {
     }
 }
 
-/// Guard: counts a thread.
 struct Counted(Servers);
 
 impl Drop for Counted {
@@ -200,7 +196,6 @@ impl Servers {
         cpus.iter().filter(|_| !slot.roams).min_by_key(|set| set.len()).unwrap_or(roaming)
     }
 
-    /// The set to move a slot to, for this placement.
     fn target(&self, set: &Arc<Set>, slot: &Slot, placement: Placement) -> Option<&Arc<Set>> {
         let (roaming, cpus) = self.0.sets.split_last().filter(|_| !slot.roams)?;
         let to = match placement {
@@ -296,7 +291,6 @@ impl Servers {
             if let Some(to) = self.target(&set, &slot, after.placement)
                 && let Err(error) = self.start(to).and_then(|()| slot.relocate(&set, to))
             {
-                // It stays with this worker.
                 tracing::debug!("Moving a userfaultfd to another worker: {error}");
             }
         }
@@ -312,7 +306,6 @@ impl Servers {
         })
     }
 
-    /// Has the watchdog check after a tick.
     fn arm_watchdog(&self) {
         if !self.0.is_watched.swap(true, Ordering::SeqCst) {
             let tick = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
@@ -330,7 +323,6 @@ impl Servers {
         rustix::io::read(&self.0.timer, &mut fired).is_ok()
     }
 
-    /// Searches for workers that are stuck or get no CPU.
     fn watch(self) {
         run_first();
         let mut seen = vec![(0, 0); self.0.sets.len()];
@@ -351,8 +343,7 @@ impl Servers {
                 std::thread::sleep(TICK);
                 quiet = if self.check(&mut seen) { 0 } else { quiet + 1 };
             }
-            // By the clock: visits on one CPU wake or keep awake the watchdog, whatever happens to another CPU's
-            // worker.
+            // By the clock, not by ticks: visits on one CPU keep the watchdog awake, whatever another's worker does.
             if looked.elapsed() >= STARVED_EVERY {
                 looked = Instant::now();
                 may_starve = self.find_starved(&mut starved);
@@ -360,8 +351,7 @@ impl Servers {
         }
     }
 
-    /// Unpins workers that get no time on their CPUs. `starved`: visits and ticks so far, for each set. Returns whether
-    /// a worker may be starved.
+    /// Unpins workers without CPU time. `starved`: visits and ticks of each set. Returns whether one may be starved.
     fn find_starved(&self, starved: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, starved) in self.0.sets.iter().zip(starved) {
@@ -379,7 +369,6 @@ impl Servers {
         any
     }
 
-    /// Lets a worker run on any CPU of the process.
     fn unpin(&self, worker: &Worker) {
         let number = worker.number.load(Ordering::Acquire);
         if number != 0 {
@@ -414,7 +403,7 @@ impl Servers {
             return Ok(());
         }
         let _ = begin.send(());
-        // Its CPU has another worker now.
+        // The stuck worker's CPU has another worker now.
         self.unpin(stuck);
         Ok(())
     }

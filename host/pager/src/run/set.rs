@@ -2,10 +2,8 @@
 //!
 //! Before: [`super::servers`] puts a descriptor into the set of a CPU. After: each input is followed by a visit of its
 //! [`Serve`], one visit at a time, until it is closed.
-//! Threads: the set's worker waits and visits; any may notify, move and close. Units: nanoseconds of visits, as the
-//! queue counts them.
-//! Promise: at most one thread visits a slot, whatever happens to that thread, and no input and no notification is
-//! lost.
+//! Threads: the set's worker waits and visits; any may notify, move and close. Units: nanoseconds of visits.
+//! Promise: at most one thread visits a slot, whatever happens to it, and no input and no notification is lost.
 //!
 //! Owner of a slot: its *place* is the set that the slot names, which changes under the slot's lock.
 //!
@@ -18,8 +16,7 @@
 //! | being closed | as before | in neither | the thread that took it out ends it |
 //! | over | none | | none |
 //!
-//! Lock order: the place of a slot; then one set, or its descriptor. No lock is held while a server is visited or
-//! ended.
+//! Lock order: the place of a slot; then one set, or its descriptor. No lock is held during a visit or an end.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -95,7 +92,7 @@ pub(super) struct Set {
     pub cpu: Option<usize>,
     /// It has only one slot, whose server was stuck recently.
     pub is_apart: bool,
-    /// Its flag of the worker that waits changes under the lock.
+    /// Its flag that the worker waits changes under the lock of `inner`.
     input: Input,
     inner: Mutex<Inner>,
 }
@@ -117,7 +114,6 @@ pub(super) struct Visit {
 }
 
 impl Slot {
-    /// A slot that is in no set yet.
     pub fn new(
         id: TaskId,
         group: GroupId,
@@ -408,8 +404,7 @@ impl Set {
 }
 
 impl Worker {
-    /// Ends a slot's visit, which began in `set` and took `spent`. Returns the set that this worker serves now: another
-    /// one if it was stuck.
+    /// Ends a slot's visit in `set`, which took `spent`. Returns this worker's set: another one if it was stuck.
     pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, after: &After) -> Arc<Set> {
         loop {
             let mut inner = set.lock();

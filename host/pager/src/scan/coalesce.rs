@@ -46,7 +46,6 @@ impl CoalesceWorker {
         Self { vm, at: (0, 0), begun: false, rests: false }
     }
 
-    /// Collapses the next unit that can be mapped huge; returns when to look for another one.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_stopping() {
@@ -74,7 +73,6 @@ impl CoalesceWorker {
         }
         // After a failure the next pass begins behind that unit, because others may succeed.
         let pause = match passed {
-            // Keeps to the share of a CPU.
             Ok(Passed::Tried(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
             Ok(Passed::Later) => every,
             Ok(Passed::AllAway) => every * RARELY,

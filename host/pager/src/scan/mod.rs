@@ -1,8 +1,7 @@
 //! Scans: access tracking, huge mappings, and placement on NUMA nodes.
 //!
 //! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`
-//! by the `zap` scan; `coalesce` maps units huge again; `place` moves pages between a fast and a slow node by their
-//! heat.
+//! by the `zap` scan; `coalesce` maps units huge again; `place` moves pages between two nodes by their heat.
 //! Threads: a tracking worker and a coalescing worker for each VM.
 //! Promise: no byte changes.
 

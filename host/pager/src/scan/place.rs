@@ -4,8 +4,8 @@
 //! if only a part was to be moved, or mapped huge again.
 //! Threads: the VM's tracking worker, between two cycles. Units: pages, units of 2 MiB, node numbers.
 //! Promise: no word and no byte changes. A page that is far, or being moved by another thread, is left alone. A page is
-//! mapped again under its lock, so that a touch of a split or moved page is no fault; it may be touched while it is
-//! moved.
+//! mapped again under its lock, so that a touch of a split or moved page is no fault; it may be touched during the
+//! move.
 //!
 //! Only this engine knows where pages are; the next one looks again, at a part after each cycle. Pages that the kernel
 //! did not move or split (pinned, or mapped by several processes) are left alone for a while.
@@ -40,7 +40,6 @@ const UNMAPPED: Duration = Duration::from_millis(2);
 /// Longest time since the last plan that counts for a plan's number of moves, in seconds.
 const LONGEST: f64 = 4.0;
 
-/// The place of a unit.
 #[derive(Clone, Copy, Debug)]
 struct Lies {
     /// Pages that were found; those of them on the slow node.
@@ -49,7 +48,6 @@ struct Lies {
     huge: bool,
     /// It was mapped huge before, and may be joined.
     torn: bool,
-    /// Left alone until this turn.
     kept_until: u64,
 }
 
@@ -87,8 +85,7 @@ impl Here<'_> {
         map_resident(self.region, &memory, PageRange::of_unit(self.unit))
     }
 
-    /// Maps the page, and returns whether it is part of a large one. `None` if it cannot be mapped, for example because
-    /// it is a hole.
+    /// Maps the page, and returns whether it is part of a large one. `None` if it cannot be mapped: it may be a hole.
     fn is_large(&self, page: Hva) -> io::Result<Option<bool>> {
         let begun = Instant::now();
         loop {
@@ -133,10 +130,8 @@ impl Places {
         is_coarse || self.turned.elapsed().as_secs_f64() >= LONGEST
     }
 
-    /// Looks pages up, makes a plan, and carries it out. A full node or a hold ends the plan.
-    ///
-    /// # Errors
-    /// The kernel refuses to tell where pages are, or to move them.
+    /// Looks pages up, makes a plan, and carries it out. A full node or a hold ends the plan. Fails if the kernel
+    /// refuses to tell where pages are, or to move them.
     pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.turns += 1;
         self.turned = Instant::now();
@@ -183,8 +178,7 @@ impl Places {
         Ok(())
     }
 
-    /// The kernel refused: pages are not moved for some turns. Returns whether to report it: the 1st, 2nd, 4th ...
-    /// time.
+    /// The kernel refused: no pages move for some turns. Returns whether to report it: the 1st, 2nd, 4th ... time.
     pub(crate) fn rest(&mut self) -> bool {
         self.rests_until = self.turns + KEPT;
         self.rests += 1;
@@ -230,8 +224,7 @@ impl Places {
         Ok(asked)
     }
 
-    /// Calls `work` with a unit that can be tracked and is mapped, and with whether it is mapped huge; `None` for other
-    /// units.
+    /// Calls `work` with a mapped unit that can be tracked, and whether it is mapped huge; `None` for other units.
     fn here<T>(
         &self,
         id: UnitId,
@@ -301,8 +294,7 @@ impl Places {
     }
 }
 
-/// Splits the large page that these pages are a part of, if there is one, and maps the unit again. Returns whether the
-/// pages can be moved alone.
+/// Splits the large page of these pages, if any, and maps the unit again. Returns whether they can be moved alone.
 fn split(here: &Here<'_>, pages: &PageMap, stats: crate::vm::stats::Stats<'_>) -> io::Result<bool> {
     let Some(first) = pages.iter().next().map(|page| here.address(page)) else { return Ok(false) };
     match here.is_large(first)? {

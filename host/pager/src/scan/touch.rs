@@ -39,7 +39,6 @@ pub(crate) enum Touch {
     },
 }
 
-/// Records a touch of a page of `unit`.
 pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitState, pending: &PendingFault) -> Touch {
     let Target { region, page, .. } = target;
     if unit.as_whole().is_mapping() {
@@ -48,13 +47,13 @@ pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitStat
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
-        // Before the unit is mapped: later touches are not seen.
+        // The touch is recorded before the unit is mapped, because later touches are not seen.
         fine = vm.mail.touches.mark(id, *page);
         if !fine {
             unit.touch(*page);
         }
-        // A page that reclaim has taken, or was about to take, would have faulted without the scan, too. If it counted,
-        // a VM that refaults much would seem costly to track, and would not be tracked when that is needed most.
+        // A page that reclaim has taken, or was about to take, would have faulted without the scan, too. If its cost
+        // counted, a VM that refaults much would seem costly to track, and would not be tracked when needed most.
         tracked = pending.fault.kind == FaultKind::Minor && region.word(*page).state() == State::Resident;
     }
     if pending.fault.kind == FaultKind::Minor

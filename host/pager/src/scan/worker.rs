@@ -1,9 +1,8 @@
 //! The tracking worker: finds out which memory of one VM is hot.
 //!
-//! Before: tracking is on. After: `vm.heat` has generations, ages and the working set; reclaim
-//! picks pages by them, the API shows them, and `place` moves pages between two NUMA nodes by them.
-//! Threads: one task per VM, which runs at the beginning and at the end of each cycle, as often as heat's budgets
-//! allow.
+//! Before: tracking is on. After: `vm.heat` has generations, ages and the working set; reclaim picks pages by them, the
+//! API shows them, and `place` moves pages between two NUMA nodes by them.
+//! Threads: one task per VM, which runs at the beginning and end of each cycle, as often as heat's budgets allow.
 //! Promise: no cycle runs while the VM is held or stopping. A hold notifies the task, which ends a running cycle as
 //! soon as it gets a thread, and maps all that the cycle zapped.
 
@@ -25,7 +24,6 @@ const IDLE: Duration = Duration::from_secs(1);
 /// Pause after a cycle that failed, for example because a VMM does not reply.
 const FAILED: Duration = Duration::from_secs(5);
 
-/// State of a VM that is tracked.
 #[derive(Debug)]
 struct Tracking {
     scans: Scans,
@@ -37,9 +35,9 @@ struct Tracking {
 
 #[derive(Debug)]
 enum Waits {
-    /// For the next cycle.
+    /// It waits for the next cycle.
     Rest,
-    /// For the end of this cycle.
+    /// It waits for the end of this cycle.
     Cycle(Cycle),
 }
 
@@ -64,7 +62,7 @@ impl TrackWorker {
             && is_tracked
             && now < until
         {
-            // The notification was for something else.
+            // The notification had another reason.
             return Next::At(until);
         }
         let mut finished = Ok(());

@@ -1,9 +1,8 @@
-//! Zap scan: finds out what a guest touches by unmapping it and counting the minor faults.
+//! Zap scan: finds touched memory by unmapping it and counting the minor faults.
 //!
-//! Before: [`super::source`] gives it units to watch. After: it has reported which of them, or which of their pages,
-//! were touched.
-//! Threads: one tracking worker per VM; it waits for the client's zaps, and no fault waits for it. Units: 2 MiB, and
-//! pages.
+//! Before: [`super::source`] gives it units to watch. After: it has reported which of them, or their pages, were
+//! touched.
+//! Threads: a tracking worker per VM; it waits for the client's zaps, and no fault waits for it. Units: 2 MiB; pages.
 //! Promise: no byte changes. Words stay Resident, so an engine that dies during a cycle leaves only minor faults.
 //!
 //! | Watched | A touch | At the end of the cycle |
@@ -49,7 +48,6 @@ pub(crate) struct Watched {
     id: UnitId,
     region: Arc<Region>,
     huge: bool,
-    /// It is watched page by page.
     is_fine: bool,
 }
 

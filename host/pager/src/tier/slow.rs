@@ -1,7 +1,7 @@
 //! The slow workers: serve faults on pages that are on a disk or in a cluster.
 //!
-//! Before: a fault worker met a page of a slow store (`slow_queue`). After: `fault::serve` was called here, where it
-//! may wait.
+//! Before: a fault worker met a page of a slow store (`slow_queue`). After: a slow worker, which may wait for the
+//! store, has served the fault.
 //! Threads: [`WORKERS`](crate::vm::far::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the
 //! store for up to 0.1 s at a time, and longer for a late page, but not while the VM is being stopped. One of them
 //! never waits for a late page.
@@ -81,7 +81,6 @@ impl SlowWorker {
         Self { vm, number }
     }
 
-    /// Serves one fault, or reads ahead; returns when to look for more.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_over() {
@@ -143,8 +142,7 @@ pub(crate) fn restored_one(vm: &Vm, view: &Arc<View>, region: &Region, page: Pag
     }
 }
 
-/// If the thread reads memory in order, queues the next pages. Returns those to request together with its page, all of
-/// one unit.
+/// If the thread reads in order, queues the next pages. Returns those to request with its page, all of one unit.
 fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, caller: Caller) -> PageRange {
     let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
     let is_far = |page| region.is_slow_and_free(PageIdx(page));
@@ -153,11 +151,10 @@ fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, call
     let asked = vm.mail.slow.requested((region.number, page.0), region.pages().0, is_far, caller);
     let all = |with: PageRange, rest: PageRange| with.count() + rest.from(with.end()).count();
     let Some((with, rest)) = asked.filter(|(with, rest)| all(*with, *rest) <= credits) else { return none };
-    // A locked page arrives with the request that was made for it; then its companions are queued, too.
+    // A locked page arrives with the request that was made for it; the pages that would have come with it are queued.
     let with = if region.word(page).is_locked() { none } else { with.before(unit_end(page)) };
     let mut more = rest.from(with.end());
     while !more.is_empty() {
-        // All pages of a request are of one unit.
         let pages = more.before(unit_end(more.start()));
         more = more.from(pages.end());
         vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
@@ -173,7 +170,7 @@ fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFau
     let moves = match restore_slow(region, run, &times.memory(&target.memory), &times.stores(&stores)) {
         Ok(moves) => moves,
         Err(error) => {
-            // The fault itself meets this error and reports it.
+            // The thread's fault then fails with this error, too, and reports it.
             tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
             return false;
         }
@@ -189,9 +186,8 @@ fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFau
     true
 }
 
-/// Restores pages before a thread touches them.
 fn read_ahead(vm: &Vm, ahead: &Ahead) {
-    // While it is held, the region cannot be unplugged.
+    // While `_serving` lives, the region cannot be unplugged.
     let _serving = ahead.view.serving_from_disk();
     let Some(region) = vm.region(ahead.region).filter(|region| !region.is_removed()) else { return };
     let Some(memory) = ahead.view.of_region(&region) else { return };

@@ -79,7 +79,6 @@ pub(crate) struct SpillWorker {
     /// The run that is being read; the runs that stores are writing, the oldest first.
     run: SpillRun,
     under_way: VecDeque<(Sent, Ending)>,
-    /// Buffers for the next run.
     spare: SpillRun,
 }
 
@@ -89,7 +88,7 @@ struct Target {
     rest_until: Option<Instant>,
     /// Most pages of the next run; halved when the store was busy.
     run: usize,
-    /// Full runs taken since.
+    /// Full runs taken since `run` was changed.
     taken: u32,
     /// Its rest was reported.
     said: bool,
@@ -104,14 +103,13 @@ struct SpillRun {
     blobs: Vec<Vec<u8>>,
 }
 
-/// A run that a store is writing.
 struct Sent {
     region: Arc<Region>,
     run: SpillRun,
     target: usize,
 }
 
-/// Also after a panic: reclaim must not count on a worker that has ended.
+/// Reclaim must not count on a worker that has ended, also by a panic.
 impl Drop for SpillWorker {
     fn drop(&mut self) {
         self.vm.mail.spill.set_helps(false);
@@ -148,7 +146,6 @@ impl SpillWorker {
         })
     }
 
-    /// Does one part of the work; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
@@ -169,7 +166,6 @@ impl SpillWorker {
         Next::after(Instant::now(), self.pause())
     }
 
-    /// Returns whether a store has freed copies to remove.
     fn is_untidy(&self) -> bool {
         self.targets.iter().any(|target| target.tier.store.is_untidy())
     }
@@ -324,8 +320,7 @@ impl SpillWorker {
         true
     }
 
-    /// Sends the run; if enough runs are under way, first waits for the oldest of them, and returns how many of its
-    /// pages moved.
+    /// Sends the run. If enough runs are under way, waits for the oldest, and returns how many of its pages moved.
     fn flush(&mut self, region: &Arc<Region>) -> u64 {
         let waits = !self.run.words.is_empty() && self.under_way.len() >= UNDER_WAY;
         let stored = waits.then(|| self.stored()).flatten();

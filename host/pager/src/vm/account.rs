@@ -1,7 +1,6 @@
 //! The memory breakdown of a VM, from its counters or from its words.
 //!
-//! Before: the ledger books each move. After: the API and the policies read how many pages are resident, far, zero,
-//! untouched and poisoned.
+//! Before: the ledger books each move. After: API and policies read how many pages are in which state.
 //! Threads: any. Units: pages.
 //! Promise: the parts sum to the whole.
 
@@ -19,8 +18,7 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use ballast_page::page_state::State;
 
-/// A pass that counts, searches, or coalesces pages is followed by a rest of this many times its duration: at most 5%
-/// of a CPU.
+/// A pass that counts, searches, or coalesces pages is followed by a rest of this many times its length: 5% of a CPU.
 pub(crate) const SHARE: u32 = 20;
 
 impl Vm {

@@ -24,8 +24,7 @@ impl Vm {
         self.attach_stores(|store, live| store.attach_shared(&mut live.iter()))
     }
 
-    /// The other engine has closed the VM: takes the stores over. Call it before [`Vm::start`], which may put pages
-    /// into them.
+    /// The other engine has closed the VM: takes the stores over. Call it before [`Vm::start`], which may put pages.
     ///
     /// # Errors
     /// Words could not be read.

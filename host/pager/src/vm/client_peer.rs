@@ -22,7 +22,6 @@ const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A client's reply to a zap: the parts it left alone, or an errno.
 type Zapped = Result<Vec<wire::Range>, i32>;
 
-/// A message of a client.
 #[derive(Debug)]
 pub(crate) enum Heard {
     Nothing,
@@ -36,7 +35,6 @@ pub(crate) enum Heard {
         seq: u64,
         ranges: Vec<wire::Range>,
     },
-    /// An invalid message.
     Nonsense(String),
     Gone,
 }
@@ -72,8 +70,7 @@ pub(crate) struct Zap {
 }
 
 impl ClientPeer {
-    /// The client at the other end of this socket. `epoch` keeps the sequence numbers apart from those of earlier
-    /// engines.
+    /// The client at the other end of this socket. `epoch` keeps sequence numbers apart from those of other engines.
     pub fn new(control: OwnedFd, epoch: u64) -> Self {
         Self {
             control,
@@ -95,10 +92,8 @@ impl ClientPeer {
         self.zaps.lock().expect("no panic while held")
     }
 
-    /// Begins to zap these ranges; poll the result when [`ClientPeer::on_answer`] is notified.
-    ///
-    /// # Errors
-    /// The client cannot be asked. Some ranges may have been zapped, which is harmless.
+    /// Begins to zap these ranges; poll the result when [`ClientPeer::on_answer`] is notified. Fails if the client
+    /// cannot be asked; some ranges may then have been zapped, which is harmless.
     pub(crate) fn begin_zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Zap> {
         let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
         let mut zap = Zap { peer: self, rest, awaited: None, kept: Vec::new() };
@@ -108,8 +103,7 @@ impl ClientPeer {
 
     fn port_told(&self, port: AgentPort, mut fds: Vec<OwnedFd>) {
         let port = match port {
-            // The descriptor is missing, because our descriptor table was full or the client withdrew it: the engine
-            // asks again.
+            // Our descriptor table was full, or the client withdrew the descriptor: the engine asks again.
             AgentPort::Here if fds.is_empty() => return,
             AgentPort::Here if fds.len() > 1 => Err(io::Error::other("the VMM gave more than one port")),
             AgentPort::Here => Ok(fds.pop()),
@@ -129,9 +123,7 @@ impl ClientPeer {
     }
 
     /// Zaps these ranges, and waits for the result: the parts that could not be zapped, which may still be mapped.
-    ///
-    /// # Errors
-    /// The client cannot be asked; or its answer is an error, or late; or the process has ended.
+    /// Fails if the client cannot be asked, if its answer is an error or late, and if the process has ended.
     pub(crate) fn zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
         let mut zap = self.clone().begin_zap(ranges)?;
         loop {
@@ -164,15 +156,12 @@ impl ClientPeer {
         self.on_answer.notify();
     }
 
-    /// Receives its next message. Does not wait.
-    ///
-    /// # Errors
-    /// The socket fails.
+    /// Receives the client's next message. Does not wait. Fails if the socket fails.
     pub(crate) fn hear(&self) -> io::Result<Heard> {
         let scm::Received { bytes, fds } = match scm::try_receive(&self.control) {
             Ok(Some(received)) => received,
             Ok(None) => return Ok(Heard::Gone),
-            // Somebody else read the message: a client can keep a duplicate of our end.
+            // Another reader has the message: a client can keep a duplicate of our end.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Heard::Nonsense(error.to_string())),
             Err(error) => return Err(error),
@@ -192,12 +181,11 @@ impl ClientPeer {
         })
     }
 
-    /// Sends the result of the discard with this number.
     pub(crate) fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()> {
         self.tell(&EngineToClient::DiscardDone { seq, error })
     }
 
-    /// Tells it that this range, whole units of a region, is in memory and has no copy. It holds until the next zap
+    /// Tells the client that this range, whole units of a region, is in memory and has no copy, until the next zap
     /// there. A client that misses the message goes on asking for each discard.
     pub(crate) fn settled(&self, range: wire::Range) {
         let _ = self.tell(&EngineToClient::Settled { range });
@@ -242,10 +230,7 @@ fn unheard() -> io::Error {
 }
 
 impl Zap {
-    /// Once the zap is done, the parts that could not be zapped; `None` before.
-    ///
-    /// # Errors
-    /// Those of [`ClientPeer::zap`].
+    /// Once the zap is done, the parts that could not be zapped; `None` before. Fails like [`ClientPeer::zap`].
     pub fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
         while let Some((seq, until)) = self.awaited {
             let answer = {
@@ -268,7 +253,6 @@ impl Zap {
         self.awaited.map(|(_, until)| until)
     }
 
-    /// Sends the next part, if one is left.
     fn send_next(&mut self, now: Instant) -> io::Result<()> {
         self.awaited = None;
         let Some(ranges) = self.rest.pop_front() else { return Ok(()) };

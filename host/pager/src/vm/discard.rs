@@ -1,7 +1,6 @@
 //! Discards of the VMM: a balloon, free page reporting, or an unplug frees guest RAM.
 //!
-//! Before: a client asks, and waits. After: copies and memory are freed, and the next touch reads zeros; an unplug
-//! frees only copies.
+//! Before: a client asks, and waits. After: copies and memory are freed, so touches read zeros; an unplug frees copies.
 //! Threads: any; an unplug, and the punch of pages without words, exclude all threads that move pages.
 //! Promise: a range is rounded inward, so nothing else is discarded. Words of pages that never moved are not touched: a
 //! discard of terabytes (virtio-mem, as it starts) needs no memory, and no time for each page.
@@ -32,8 +31,7 @@ const LOCKED_FOR: Duration = Duration::from_millis(20);
 const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
 /// A discard of at least this many pages (32 MiB) first punches the pages whose words were never written.
 const LARGE: u64 = 1 << 13;
-/// Pages that such a discard punches under one exclusive hold of the layout: 1 GiB takes some 50 ms if all of it is
-/// resident.
+/// Pages that such a discard punches under one exclusive hold of the layout: 1 GiB takes up to some 50 ms.
 const STRETCH: u64 = 1 << 18;
 /// Longest wait for free memory when zeros replace a poisoned page.
 const HEALS_FOR: Duration = Duration::from_secs(1);
@@ -158,8 +156,7 @@ impl Vm {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let run = PageRange::of(first, BATCH).before(pages.end());
-            // The punch splits huge mappings. Coalescing must not be mapping one of these units, and page locks are not
-            // held yet.
+            // The punch splits huge mappings. Coalescing must not map one of these units now, and no page lock is held.
             let begun = Instant::now();
             region.units().disturb(run, || pause(begun));
             let granule_of = |page| region.granule(page);
@@ -190,8 +187,7 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// Holds reclaim until the returned guard is dropped: RAM is about to be unplugged, and its set of far pages must
-    /// not grow until then.
+    /// Holds reclaim until the guard is dropped: RAM is about to be unplugged, and its far pages must not grow before.
     pub fn begin_unplug(&self) -> Unplugging<'_> {
         self.hold(Hold::Unplug, Some("RAM of it is about to be unplugged".into()));
         let unplugging = Unplugging(self);
@@ -210,8 +206,7 @@ impl Vm {
     /// stay: another process may have the file, and the kernel frees it after the last one. `number` is the region's
     /// number, for a view that was added without it.
     ///
-    /// Returns the number if no process of the VM maps the region any more. If others do, [`Vm::left_unplugged`] lists
-    /// it when these end.
+    /// Returns the number if no process of the VM maps the region any more; otherwise see [`Vm::left_unplugged`].
     ///
     /// # Errors
     /// A page stays locked, or a table is lost. The region stays a part of the VM, without this view.

@@ -37,7 +37,6 @@ impl Drop for Rearm {
 #[derive(Debug, Default)]
 pub(crate) struct Discards {
     asked: Mutex<VecDeque<Asked>>,
-    /// Notifies the discard worker.
     pub notifier: Notifier,
 }
 

@@ -68,7 +68,6 @@ impl Kept {
         parts.range((region, 0)..=(region, page)).next_back().is_some_and(|(_, end)| page < *end)
     }
 
-    /// Forgets a region that this view no longer maps.
     pub fn forget(&self, region: u32) {
         let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
         parts.retain(|(number, _), _| *number != region);

@@ -42,7 +42,6 @@ impl Vm {
 }
 
 impl Ledger<'_> {
-    /// Books that this many pages changed their state.
     pub fn moved(self, from: State, to: State, pages: u64) {
         if to == State::Resident {
             self.vm.mail.became_resident();
@@ -182,7 +181,6 @@ impl Ledger<'_> {
                 self.vm.report("memory-error", format!("{text} page {page} of region {region}"));
             }
             Served::Filled { zeros } => {
-                // Reported at the 1st, 2nd, 4th, 8th ... time.
                 let times = self.vm.filled.fetch_add(1, Ordering::Relaxed) + 1;
                 if times.is_power_of_two() {
                     let found = match zeros {

@@ -2,8 +2,7 @@
 //!
 //! Before: the VM is open. After: all workers have ended.
 //! Threads: any.
-//! Promise: a wait here is only for a visit under way; a visit that a client can prolong is waited for for at most a
-//! second.
+//! Promise: a wait here is only for a visit under way; if a client can prolong the visit, the wait is at most a second.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -27,13 +26,10 @@ pub(crate) struct Lifecycle {
     clients: Mutex<Vec<(Arc<View>, Served)>>,
     /// Userfaultfds of each view, until no fault worker can be visiting them.
     faults: Mutex<Vec<(Arc<View>, Served)>>,
-    /// The discard worker was started.
     has_discards: AtomicBool,
-    /// The slow workers were started.
     has_slow: AtomicBool,
     is_alone: AtomicBool,
     is_stopping: AtomicBool,
-    /// Serving of faults must end.
     is_over: AtomicBool,
     /// Set to 1 when the serving of faults ends: gives up the reads of slow workers, as a wanted lock does.
     slow_wanted: AtomicU32,

@@ -43,9 +43,8 @@ pub(crate) struct Mailboxes {
     /// Other VMs wait for memory that this VM has above its limit.
     pub others_wait: AtomicBool,
     pub spill: SpillRequest,
-    /// Bytes that the VM held when the reclaim worker came to rest, plus one. A worker that restores a page notifies
-    /// the reclaim worker, as does `growth` when the VM holds another amount. [`AWAKE`] while the reclaim worker does
-    /// not rest.
+    /// Resident bytes of the VM when the reclaim worker came to rest, plus one, or [`AWAKE`] while it does not rest. A
+    /// worker that restores a page notifies the reclaim worker, as does `growth` when the number is another.
     rests_at: AtomicU64,
     /// The coalesce worker rests: a page that becomes resident notifies it.
     coalesce_rests: AtomicBool,
@@ -80,17 +79,16 @@ impl Mailboxes {
         self.coalesce_rests.store(rests, Ordering::Relaxed);
     }
 
-    /// The reclaim worker rests while the VM holds this many bytes; `None`: it does not rest.
+    /// Records that the reclaim worker rests while this number of bytes is resident; `None`: it does not rest.
     pub fn rest_at(&self, held: Option<u64>) {
         self.rests_at.store(held.map_or(AWAKE, |held| held + 1), Ordering::Relaxed);
     }
 
-    /// Bytes that the VM held when its reclaim worker came to rest; `None` if it does not rest.
+    /// Bytes that were resident when the reclaim worker came to rest; `None` if it does not rest.
     pub fn rested_at(&self) -> Option<u64> {
         self.rests_at.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// Notifies the reclaim worker if it rests.
     pub fn wake_from_rest(&self) {
         if self.rests_at.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.reclaim.notify();

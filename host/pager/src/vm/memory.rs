@@ -1,7 +1,6 @@
 //! The memory of one VM: its regions, the views that map them, and the locks to change or register them.
 //!
-//! Before: the state file names the regions, the keeper passes processes on. After: workers find the pages that they
-//! move.
+//! Before: the state file names the regions, the keeper passes processes on. After: workers find their pages.
 //! Threads: any.
 //! Promise: while the layout is held, regions and views do not change; while `registering` is held, the kernel's
 //! registrations and the chunk flags do not change.
@@ -41,8 +40,7 @@ pub(crate) struct Layout<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// The context of a read while the layout is held: a slow read is given up when a thread wants the layout
-    /// exclusively.
+    /// The context of a read under the layout: a slow read is given up when a thread wants the layout exclusively.
     pub fn reads(&self, context: IoContext<'a>) -> IoContext<'a> {
         context.ended_by(Ends::Wanted(self.wanted))
     }
@@ -67,7 +65,6 @@ impl Counted {
 }
 
 impl Memory {
-    /// The regions, by number.
     pub fn regions(&self) -> Vec<Arc<Region>> {
         self.regions.read().expect("no panic while held").clone()
     }
@@ -86,8 +83,7 @@ impl Memory {
         is_next
     }
 
-    /// Replaces the unplugged region of this number. A thread that still uses the old one keeps its files open until it
-    /// ends.
+    /// Replaces the unplugged region of this number. A thread that still uses the old one keeps its files open.
     pub fn replace_region(&self, region: Region) {
         let mut regions = self.regions.write().expect("no panic while held");
         if let Some(place) = regions.get_mut(region.number as usize) {
@@ -121,7 +117,6 @@ impl Memory {
         });
     }
 
-    /// Number of times that a view was added, or got a further mapping.
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
@@ -149,7 +144,6 @@ impl Memory {
         held.expect("no panic while held")
     }
 
-    /// Held while chunks are registered or unregistered.
     pub fn registering(&self) -> MutexGuard<'_, ()> {
         self.registering.lock().expect("no panic while held")
     }

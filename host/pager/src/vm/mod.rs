@@ -2,8 +2,7 @@
 //!
 //! Before: the engine opens it from the keeper's descriptors. After: workers run until the VM or the engine ends.
 //! Threads: public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
-//! Promise: no fault is served before [`Vm::start`], and by then `recover` has repaired the words that the last engine
-//! left.
+//! Promise: no fault is served before [`Vm::start`], and by then `recover` has repaired the last engine's words.
 //!
 //! A VM has its memory (`memory`: regions, views, registration), its mailboxes (`mailboxes`), and its settings. Its
 //! work is in `views` (who maps it, and which chunks are registered), `discard`, `restore` (restores all pages),
@@ -141,7 +140,6 @@ pub struct Vm {
     may_pin: AtomicBool,
     /// See [`Vm::set_loads`].
     loads: AtomicBool,
-    /// The host's pin check.
     pub(crate) pins: Arc<Pins>,
     /// Pages that are pinned.
     pub pinned: Pinned,
@@ -231,8 +229,7 @@ impl Vm {
         self.memory.views()
     }
 
-    /// Opens the next region of the state file; its files are among `files`. A region with pages of 1 GiB pins the VM.
-    /// Returns its number.
+    /// Opens the next region of the state file, with files of `files`. Pages of 1 GiB pin the VM. Returns its number.
     ///
     /// # Errors
     /// There is no further region, another thread opened it, or the table or a file could not be opened.
@@ -260,8 +257,7 @@ impl Vm {
         Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
     }
 
-    /// Closes the files of an unplugged region: they may belong to the pool, which asks the kernel whether any process
-    /// has them.
+    /// Closes the files of an unplugged region: the pool may own them, and asks the kernel whether a process has them.
     fn close_files(&self, number: u32) -> Result<(), StateError> {
         let Some(record) = self.state.regions().into_iter().nth(number as usize) else { return Ok(()) };
         self.memory.replace_region(self.open_record(number, &record, &[])?);
@@ -364,8 +360,7 @@ impl Vm {
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
     }
 
-    /// Takes over the holds and settings that this engine had for the VM when it last opened it. Call it before
-    /// [`Vm::start`].
+    /// Takes over the holds and settings of the VM's last opening by this engine. Call it before [`Vm::start`].
     pub fn take_after(&self, last: &Self) {
         *self.holds.lock().expect("no panic while held") = last.holds.lock().expect("no panic while held").clone();
         self.may_pin.store(last.may_pin(), Ordering::Release);
@@ -376,8 +371,7 @@ impl Vm {
         }
     }
 
-    /// Pages of its state file lost to memory errors since it was opened. If there are any, the VM must be opened
-    /// again, with recovery.
+    /// Pages of its state file lost to memory errors. If there are any, the VM must be opened again, with recovery.
     pub fn lost(&self) -> u64 {
         self.state.lost() + self.regions().iter().map(|region| region.lost()).sum::<u64>()
     }

@@ -1,11 +1,10 @@
-//! Pinned pages: pages with references beside their file's.
+//! Pinned pages: pages with references other than those of their file.
 //!
 //! Before: `evict` has claimed pages that are zapped everywhere. After: a page that a device, direct I/O or a running
 //! system call can still write to stays in memory, and reclaim skips it until it is unpinned.
 //! Threads: the reclaim worker checks and records; heat's table asks which pages to skip; the API reads the counts.
 //! Units: pages of a region, seconds.
-//! Promise: the check comes after the acknowledged zap and before the read of the bytes, and an unknown result counts
-//! as pinned.
+//! Promise: the check comes after the acknowledged zap and before the read; an unknown result counts as pinned.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -225,7 +224,6 @@ impl Held {
         Self { now: now.without(pages), mapped: mapped.without(pages), before: before.without(pages) }
     }
 
-    /// Returns whether this result of the check means that `page` is free.
     fn is_free(&self, page: u64, pin: Pin) -> bool {
         // The VM has mapped it again, and the check found no other reference.
         !stays(pin) || pin == Pin::Mapped && !self.mapped.get(page)
@@ -327,8 +325,7 @@ impl Pinned {
         }
     }
 
-    /// Once a minute, counts the pages that have been held that long, and lets reclaim retry those that a foreign
-    /// mapper had mapped.
+    /// Once a minute, counts the pages held that long, and lets reclaim retry those that a foreign mapper had mapped.
     fn count(&self, now: Instant) -> Option<PageCount> {
         let mut units = self.units();
         let since = *units.counted_at.get_or_insert(now);
@@ -372,7 +369,7 @@ impl Units {
 }
 
 impl Region {
-    /// References to these granules beside their file's.
+    /// References to these granules other than those of their file.
     fn pins(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
         let places: Vec<_> = granules.iter().map(|page| self.ram.place(*page)).collect();
         let mut pins = Vec::with_capacity(places.len());

@@ -1,10 +1,8 @@
 //! The RAM of a region: extents of files, as one range of pages.
 //!
-//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts pages, in whichever
-//! file they are.
+//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts pages in any of them.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: an operation over two extents is done in two parts, and no byte outside the extents is read, punched or
-//! counted.
+//! Promise: an operation over two extents is done in two parts, and touches no byte outside the extents.
 
 use std::fs::File;
 use std::io;
@@ -83,10 +81,7 @@ pub(crate) struct Ram {
 }
 
 impl Ram {
-    /// Opens the RAM of a region. Its files are among `files`.
-    ///
-    /// # Errors
-    /// A file is missing or too short, or it cannot serve as RAM.
+    /// Opens the RAM of a region, whose files are among `files`. Fails if one is missing or too short, or is no RAM.
     pub fn open(number: u32, record: &RegionRecord, files: &[RamFile]) -> io::Result<Self> {
         let extents = record.extents.clone();
         let are_units = extents.are_units();
@@ -220,8 +215,7 @@ impl Ram {
         self.file(file).write_all_at(bytes, offset)
     }
 
-    /// DRAM that it uses. Of a file that it covers completely the kernel knows this at once; otherwise its extents are
-    /// counted.
+    /// DRAM that it uses. The kernel knows it of a file that it covers completely; otherwise extents are counted.
     pub fn resident(&self) -> io::Result<PageCount> {
         let mut sum = PageCount(0);
         for (number, file) in (0..).zip(&self.files) {

@@ -45,8 +45,7 @@ pub struct Recovered {
     pub mended: u64,
     /// Pages that are lost with their words.
     pub lost: u64,
-    /// Far pages, by region and page, whose file holds zeros in their place (see [`ballast_page::memory::Punched`]) or
-    /// failed memory.
+    /// Far pages, by region and page, whose file holds zeros ([`ballast_page::memory::Punched`]) or failed memory.
     pub zeroed: Vec<(u32, PageIdx)>,
 }
 
@@ -93,8 +92,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
             continue;
         }
         registered += region.registered().0;
-        // A word that was never written says Resident, age 0. So of a huge guest only the parts that ever moved are
-        // read.
+        // A word that was never written says Resident, age 0: only the parts of a guest that ever moved are read.
         for pages in state.written_words(&record)? {
             // Words are written by whole pages of words, which are whole granules.
             for page in region.granules(pages) {
@@ -104,8 +102,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
                     zeroed = match region.read(page, &mut bytes)? {
-                        // The copy was complete before the word became Far and locked, and the page was not mapped
-                        // since.
+                        // The copy was complete before the word was Far and locked, and the page was not mapped since.
                         ReadOutcome::Failed => true,
                         ReadOutcome::Done => bytes.iter().all(is_zero),
                     };

@@ -56,8 +56,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region that `record` describes; its RAM files are among `files`. `not_near`: the stores whose reads may
-    /// wait.
+    /// The region of `record`; its RAM files are among `files`. `not_near`: the stores whose reads may wait.
     ///
     /// # Errors
     /// Those of [`Ram::open`].
@@ -187,8 +186,7 @@ impl Region {
         self.table.lost()
     }
 
-    /// Fails if a part of the table was lost, so that no thread waits for a page there: it stays locked until the VM is
-    /// opened again.
+    /// Fails if a part of the table was lost: a page there stays locked until the VM is opened again.
     pub(crate) fn check_table(&self) -> io::Result<()> {
         match self.lost() {
             0 => Ok(()),
@@ -216,7 +214,6 @@ impl Region {
         self.has_unreadable.store(true, Ordering::Release);
     }
 
-    /// Returns whether [`Region::set_aside`] was called for its granule.
     pub(crate) fn is_set_aside(&self, page: PageIdx) -> bool {
         self.has_unreadable.load(Ordering::Acquire)
             && self.unreadable.lock().expect("no panic while held").contains(&self.first_of(page))
@@ -239,8 +236,7 @@ impl Region {
         &self.units
     }
 
-    /// Returns whether the kernel may map its units huge: base pages, each unit at an offset aligned to 2 MiB in one
-    /// file.
+    /// Returns whether the kernel may map its units huge: base pages, each unit at an aligned offset in one file.
     pub fn is_unit_aligned(&self) -> bool {
         self.ram.are_units()
     }
@@ -261,8 +257,7 @@ impl Region {
         word.state() == State::Far && !word.is_locked() && self.is_slow(page)
     }
 
-    /// Returns whether a touch of this page faults and it can be brought in at once: unlocked, and zero, in quarantine,
-    /// or far in a near store.
+    /// Returns whether a page can be brought in at once: unlocked, and zero, in quarantine, or far in a near store.
     pub fn is_out_and_free(&self, page: PageIdx) -> bool {
         let word = self.word(page);
         let is_out = match word.state() {
@@ -273,7 +268,7 @@ impl Region {
         is_out && !word.is_locked()
     }
 
-    /// Its name in stores.
+    /// The page's name in stores.
     pub fn key(&self, page: PageIdx) -> PageKey {
         self.region_key().page(page)
     }

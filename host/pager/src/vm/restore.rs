@@ -4,8 +4,7 @@
 //! is in its file, a hole that reads as zeros, or known to be lost.
 //! Threads: any; it takes seconds for millions of pages.
 //! Promise: no page is evicted while it runs. It ends: a page beyond the end of its file is an error, and all others
-//! are restored. Pages in a disk or a cluster are requested by up to 64 at once; those that then fail are requested one
-//! by one.
+//! are restored. Pages in a disk or a cluster are requested by up to 64 at once; those that then fail, one by one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,8 +27,7 @@ use ballast_page::punch::punch_left;
 const TOGETHER: usize = 64;
 /// Pause after a page that is not available: its store is busy, or a tmpfs of limited size is full, which may last.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Pages that are not available and are retried by turns: a store gives a page up as lost only after many reads, which
-/// must not be too far apart.
+/// Pages that are not available and are retried by turns: before a store gives up a page, it must be read many times.
 const SOME: usize = 1024;
 
 impl Vm {
@@ -38,8 +36,7 @@ impl Vm {
     /// # Errors
     /// The first error. All other pages are restored.
     pub fn restore(&self) -> io::Result<()> {
-        // Reclaim checks the holds under the shared layout, before each batch. After this exclusive hold, every batch
-        // has seen this VM's hold.
+        // Reclaim checks holds under the shared layout. After this exclusive hold, every batch has seen this VM's hold.
         drop(self.memory.change_layout());
         let (mut done, since) = (Ok(()), self.releases());
         for region in self.regions() {
@@ -66,7 +63,7 @@ impl Vm {
         tried.and(written.map(drop)).and(Err(io::Error::other(why)))
     }
 
-    /// Punches what the last engine left unpunched: these pages are far, and their file holds zeros in their place.
+    /// Finishes the punches of the last engine: these pages are far, and their file holds zeros in their place.
     pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
         for (number, page) in zeroed {
             let Some(region) = self.region(*number) else { continue };
@@ -93,18 +90,15 @@ impl Vm {
         if self.must_come_back(since) { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Interrupted, why)) }
     }
 
-    /// Returns whether this restore is to go on. If the VM was released and is held again, another restore does the
-    /// work.
+    /// Returns whether this restore is to go on. If the VM was released and is held again, another one does the work.
     fn must_come_back(&self, since: u64) -> bool {
         !self.is_stopping() && self.held().is_some() && self.releases() == since
     }
 
     /// Restores the far and zero pages among `pages` through one of these views. A page that is not available does not
     /// delay the others for long: after each of their batches two such pages are retried. `goes_on` is called before
-    /// each batch, before each request to a slow store, and while a page is not available.
-    ///
-    /// # Errors
-    /// The first error, after all pages were tried.
+    /// each batch, before each request to a slow store, and while a page is not available. Fails with the first error,
+    /// after all pages were tried.
     pub(super) fn restore_through(
         &self,
         region: &Region,
@@ -113,7 +107,7 @@ impl Vm {
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let (mut done, mut missing) = (Ok(()), None);
-        // A thread that adds or removes RAM gets the layout after these.
+        // A thread that adds or removes RAM gets the layout after a batch of this size.
         let most = (PAGES_PER_UNIT / region.granule_pages()).max(1) as usize;
         // Returns the first page that is not available, and false if the restore must end.
         let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>, goes_on: &mut dyn FnMut() -> bool| {
@@ -124,7 +118,7 @@ impl Vm {
             }
             (missing.take(), is_to_go_on)
         };
-        // Pages not tried yet; pages that were not available, of which [`SOME`] are retried before the rest.
+        // Pages of the next batch; pages that were not available: up to [`SOME`], retried more often, and the rest.
         let (mut next, mut some, mut rest) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         let (mut pages, mut buffer) = (pages.fuse(), Vec::new());
         loop {

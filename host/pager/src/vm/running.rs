@@ -1,7 +1,6 @@
-//! What a worker of a VM may ask or do about the others: whether to end, whom to notify, how to react to a panic.
+//! Running: a worker's dealings with its VM's other workers: whether to end, whom to notify, how to react to a panic.
 //!
-//! Before: workers run (`assemble`). After: a worker's panic was reported, and the faults that it had read are raised
-//! again.
+//! Before: workers run (`assemble`). After: a panic was reported, and the worker's unserved faults are raised again.
 //! Threads: any.
 //! Promise: a VM that no worker can serve is stopped.
 
@@ -28,7 +27,6 @@ impl Vm {
         self.life.is_alone()
     }
 
-    /// The group of its tasks and of its descriptors.
     pub(crate) fn group(&self) -> GroupId {
         self.life.pool().1
     }
@@ -73,8 +71,7 @@ impl Vm {
         self.life.is_over()
     }
 
-    /// Raises the faults again that were read through this view and not served, for the engine or worker that serves
-    /// next.
+    /// Raises the faults of this view again that were read and not served, for the engine or worker that serves next.
     pub(crate) fn raise_again(&self, view: &View) {
         // If the address space is gone, no thread waits in it.
         if let Err(error) = view.wake_all() {

@@ -1,8 +1,7 @@
 //! Settling: spares a VMM that frees a unit page by page (a balloon) most of its requests.
 //!
 //! Before: the VMM has asked to discard [`ASKED`] small pieces of a unit, one after the other. After: the rest of the
-//! unit is in memory and has no copy, and the VMM's client knows that: it frees the rest without asking, until the next
-//! zap there.
+//! unit is in memory and has no copy, and the VMM's client frees it without asking, until the next zap there.
 //! Threads: the discard worker. Units: pages of a region.
 //! Promise: a client is told only of a unit in which each page is Resident: no page moves between that check and the
 //! message, so each later zap comes after the message. Nothing is read from a disk or a cluster.
@@ -19,7 +18,7 @@ use super::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::View;
 
-/// Pieces of a unit that are discarded before it is settled, which costs as much as some more of them.
+/// Number of small discards of a unit after which it is settled: settling costs as much as some more discards.
 const ASKED: u32 = 16;
 /// Longest time for settling: discards wait for it, and they may be what free memory depends on.
 const LONGEST: Duration = Duration::from_millis(50);
@@ -55,17 +54,14 @@ impl Small {
         !self.is_told && self.count >= ASKED && self.count.is_power_of_two()
     }
 
-    /// The client was told of the unit that was due.
     pub fn told(&mut self) {
         self.is_told = true;
     }
 }
 
 impl Vm {
-    /// Restores the unit that begins with this page, and tells the client. Returns whether the client was told.
-    ///
-    /// # Errors
-    /// A page could not be restored. The client goes on asking.
+    /// Restores the unit that begins with this page, and tells the client. Returns whether the client was told. Fails
+    /// if a page could not be restored; the client then goes on asking.
     pub(crate) fn settle(&self, view: &View, number: u32, first: PageIdx) -> io::Result<bool> {
         let is_noted = |region: &Arc<Region>| region.granule_pages() == 1 && !region.is_on_demand();
         let Some(region) = self.region(number).filter(is_noted) else { return Ok(false) };

@@ -1,4 +1,4 @@
-//! What operators see of a VM: counters, latency histograms and stall, in the state file, so that they survive engines.
+//! Statistics of a VM for operators: counters, latency histograms and stall, in the state file, which outlives engines.
 //!
 //! Before: workers count. After: `daemon` turns a snapshot into JSON and metrics.
 //! Threads: each change is a relaxed atomic operation; a reader may catch a page between two gauges. Units:

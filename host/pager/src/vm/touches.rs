@@ -1,7 +1,6 @@
 //! Touches: messages of a VM's fault workers to its tracking worker.
 //!
-//! Before: the zap scan began a cycle. After: the scan reads which pages were touched, and the time that guest threads
-//! lost to it.
+//! Before: the zap scan began a cycle. After: it reads which pages were touched, and the time that guest threads lost.
 //! Threads: fault workers mark, the tracking worker reads; atomics only. Units: pages of a region; nanoseconds.
 //! Promise: marking never waits.
 
@@ -19,7 +18,6 @@ const UNSEEN: Duration = Duration::from_micros(2);
 
 #[derive(Debug)]
 pub(crate) struct Touches {
-    /// A cycle runs.
     running: AtomicBool,
     /// Slots in use, sorted by unit.
     fine: AtomicUsize,
@@ -73,7 +71,6 @@ impl Touches {
         self.waited_ns.store(0, Ordering::Relaxed);
     }
 
-    /// Begins a cycle, which ends when the returned guard is dropped.
     pub fn begin_cycle(self: &Arc<Self>) -> KeepRegistered {
         self.running.store(true, Ordering::Release);
         KeepRegistered(self.clone())

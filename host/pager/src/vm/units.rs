@@ -66,8 +66,7 @@ pub struct UnitState {
     stage: AtomicU8,
     /// Flags [`HUGE`] to [`ZAPPED`].
     mapped: AtomicU8,
-    /// [`TRACKED`], and a bit for each eighth of the unit touched in this cycle, unless the cycle records it page by
-    /// page.
+    /// [`TRACKED`], and a bit for each eighth of the unit touched in this cycle, unless pages are recorded one by one.
     touched: AtomicU16,
 }
 
@@ -91,7 +90,6 @@ impl UnitState {
         });
     }
 
-    /// Changes its mapping flags. Returns the old ones.
     fn mark(&self, change: impl Fn(u8) -> u8) -> u8 {
         self.mapped
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |mapped| Some(change(mapped)))

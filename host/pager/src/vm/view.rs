@@ -39,9 +39,7 @@ pub struct View {
     /// other lock, so that no other fault waits for them.
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
-    /// Parts that the client cannot zap.
     pub(crate) kept: Kept,
-    /// Threads that wait for faults of this view.
     pub(crate) stall: Stall,
     closed: AtomicBool,
 }
@@ -82,8 +80,7 @@ impl View {
         &self.uffds
     }
 
-    /// The process's page tables; `None` if it has ended or the kernel refuses. If descriptors or memory are short, the
-    /// next call tries again.
+    /// The process's page tables; `None` if it has ended or the kernel refuses. Short of memory, the next call retries.
     pub(crate) fn remote(&self) -> Option<&Remote> {
         if let Some(opened) = self.remote.get() {
             return opened.as_ref();
@@ -276,8 +273,7 @@ impl RegionView<'_> {
     }
 }
 
-/// Returns whether the kernel refuses to register pages because of their mapping: none, no shared memory, or a file
-/// that may not be written.
+/// Returns whether the kernel refuses to register pages because of their mapping: none, not shared, or read-only.
 pub(crate) fn is_mapped_over(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied)
 }

@@ -137,8 +137,8 @@ impl Vm {
         Ok(false)
     }
 
-    /// The client could not zap these parts of its RAM: reclaim no longer proposes them. Returns their pages, whole
-    /// granules.
+    /// The client could not zap these parts of its RAM: reclaim no longer proposes them. Returns the pages of these
+    /// parts, widened to whole granules.
     pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, PageRange)> {
         let pages = parts.iter().flat_map(|part| view.pages_in(*part));
         let kept = pages.filter_map(|(number, pages)| {
@@ -164,8 +164,7 @@ impl Vm {
     }
 
     /// Registers a unit that is to be tracked, and returns its region: the kernel serves touches of unregistered memory
-    /// by itself. `None` if the unit does not exist, or is a partial one at the region's end, or could not be
-    /// registered.
+    /// by itself. `None` if the unit does not exist, or is a partial one, or could not be registered.
     pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
         let region = self.region(id.region).filter(|region| !region.is_removed());
         let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
@@ -207,8 +206,8 @@ impl Vm {
                 }
             }
             if settled {
-                // The flag first: a registered chunk without its flag costs a little time, a flag without registration
-                // costs bytes.
+                // The flag first: registered without a flag costs a little time, a flag without registration costs
+                // bytes.
                 set_registered(flag, false);
                 self.stats().sub(Counter::RegisteredBytes, chunk.bytes().0);
                 for view in self.views() {

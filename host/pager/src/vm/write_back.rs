@@ -63,8 +63,7 @@ impl Vm {
                     !stopped
                 });
                 failed = std::mem::replace(&mut failed, Ok(())).and(restored);
-                // Unmapped at once: the memory must not be counted as this process's, and its page tables are not
-                // needed.
+                // Unmapped at once: the memory must not count as this process's, and its page tables are not needed.
                 own.uncover(chunk)?;
                 done.pages.0 += far.saturating_sub(far_of(region, chunk)) * u64::from(!stopped);
                 Ok(!stopped)
@@ -83,7 +82,7 @@ impl Vm {
     /// The memory of words could not be freed.
     pub fn give_up(&self, regions: &[Arc<Region>]) -> io::Result<()> {
         let records = self.state.regions();
-        // All regions first: a page restored after its words were freed would read as zeros.
+        // All regions are given up first: a page restored after its words were freed would read as zeros.
         regions.iter().for_each(|region| self.state.give_up_region(region.number));
         let record = |region: &Arc<Region>| records.get(region.number as usize);
         regions.iter().filter_map(record).try_for_each(|record| self.state.forget_words(record))
@@ -106,8 +105,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Calls `each` with every chunk that has far pages, and their number, until it returns false. Returns whether it
-    /// never did.
+    /// Calls `each` with every chunk with far pages, and their number, until it returns false. Returns whether it did
+    /// not.
     fn far_chunks(
         &self,
         region: &Region,
@@ -140,7 +139,7 @@ impl OwnView {
     fn of(region: &Region) -> io::Result<Self> {
         let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON)?;
         let map = region.ram.map()?;
-        // No client runs in this process: what it would be told is an error.
+        // No client runs in this process: a message to it is an error.
         let (control, _) = scm::pair()?;
         let view = View::new(std::process::id(), vec![uffd], features, Arc::new(ClientPeer::new(control, 0)));
         view.add_span(Span { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64) }, region.number);

@@ -29,11 +29,9 @@ const EIO: i32 = 5;
 enum Replies {
     /// With the page, at once.
     Pages,
-    /// Not at all.
     Nothing,
     /// With a refusal, at once.
     Refusals,
-    /// It has closed the connection.
     HangsUp,
 }
 
@@ -96,8 +94,7 @@ impl SlowStore for Network {
     }
 }
 
-/// Moves most pages to this store, and then stops. Returns one page of each 64 KiB there, shuffled, so that no page is
-/// read ahead.
+/// Moves most pages to this store, and then stops. Returns one page of each 64 KiB there, so that none is read ahead.
 fn make_far(rig: &Rig, store: u8) -> Vec<u64> {
     rig.squeeze_into(store, LIMIT);
     rig.hold_still();
@@ -106,7 +103,6 @@ fn make_far(rig: &Rig, store: u8) -> Vec<u64> {
     (0..windows).map(|at| at * 2531 % windows * 16).filter(|page| rig.is_in(store, *page)).collect()
 }
 
-/// Touches these pages, by three threads.
 fn touch(rig: &Rig, pages: &[u64], store: u8) {
     std::thread::scope(|scope| {
         let read = |pages: &[u64]| assert!(pages.iter().all(|page| rig.holds(*page, 1)), "a byte was lost");

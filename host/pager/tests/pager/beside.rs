@@ -140,7 +140,7 @@ fn closes_while_faults_wait() {
     let soon = Duration::from_millis(10);
     let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(store), soon).squeezed(LIMIT);
     let is_filed = |page: &u64| rig.is_in(FILE_STORE, *page);
-    // Far from each other, so that none is read ahead.
+    // These pages are distant from each other, so that none is read ahead.
     let filed = || (0..rig.pages).step_by(4).filter(is_filed).take(THREADS as usize).collect::<Vec<_>>();
     until("pages go to the slow store", || filed().len() as u64 == THREADS);
     rig.vm.serve_faults_only();
@@ -189,7 +189,7 @@ fn a_discard_that_meets_a_dead_engines_lock_blocks_nothing_and_completes_later()
     next.set_may_pin();
     let region = rig.vm.region(0).expect("region");
     assert!(region.word(PageIdx(5)).is_locked(), "it is nobody else's");
-    // As recovery does.
+    // Unlocks the page, as recovery does.
     let cell = region.granule(PageIdx(5)).cell();
     cell.reset(cell.load().unlocked());
     let reply = scm::receive(&client).expect("receive").expect("open");

@@ -148,7 +148,7 @@ fn a_guest_that_writes_while_huge_pages_are_split_and_collapsed_reads_its_writes
             let (rig, done) = (&rig, &done);
             scope.spawn(move || churn(rig, thread, 2, || done.load(Ordering::Relaxed)));
         }
-        // Also after a panic of a wait, because the scope joins the guest's threads.
+        // Runs also if a wait panics, because the scope joins the guest's threads.
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         while stats.get(Counter::Coalesced) < COALESCED || stats.get(Counter::Evicted) < EVICTED {
             let coalesced = stats.get(Counter::Coalesced);

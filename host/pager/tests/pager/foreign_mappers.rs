@@ -17,7 +17,6 @@ use common::{
     AMPLE, LIMIT, QUICK, RAM, Rig, churn, faulty_disk, file_of, mapped_by_a_foreign_mapper, restore_for, until,
 };
 
-/// The environment variable with the file for the other process.
 const FILE: &str = "BALLAST_TEST_RAM_FILE";
 
 /// The other process: it maps the file and reads each page once.
@@ -50,8 +49,7 @@ fn read_by_a_foreign_mapper(rig: &Rig) -> u64 {
         .status()
         .expect("another process");
     assert!(status.success());
-    // Not all: a page that was only read is clean, and once the foreign mapper has ended, the host may drop it, even
-    // without swap.
+    // Not all: a page that was only read is clean, and the host may drop it once the foreign mapper has ended.
     let filled = Bytes(rig.resident().0 - before.0).pages_floor().0;
     assert!(filled > far / 2, "the foreign mapper has filled {filled} holes of {far}");
     far
@@ -121,9 +119,9 @@ fn bytes_that_a_foreign_mapper_writes_to_a_far_page_are_the_page_and_reported() 
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     let foreign = mapped_by_a_foreign_mapper(&rig);
     foreign.words(far as usize * PAGE_SIZE, 1)[0].store(77, Ordering::Relaxed);
-    // Even if the store has lost the copy, which is no longer needed.
+    // This holds even if the store has lost the copy, which is no longer needed.
     rig.faults.lose(1);
-    // By a system call, which returns EFAULT instead of a SIGBUS.
+    // The page is read by a system call, which returns EFAULT instead of a SIGBUS.
     let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
     rig.guest.send_to(&sink, far as usize * PAGE_SIZE, 8).expect("a page that is in its file was not served");
     assert_eq!(rig.word(far).load(Ordering::Relaxed), 77);

@@ -32,7 +32,7 @@ fn a_huge_page_moves_as_one_and_one_touch_restores_all_of_it() {
         region.granules(region.range()).find(|page| region.word(*page).state() == State::Far).expect("some is far");
     let before = (rig.resident(), rig.vm.stats().get(Counter::FaultRestore));
     assert!(rig.holds(far.0 + 300, 1), "the page that was touched");
-    // The worker counts it after the wake.
+    // The worker counts the restore after the wake.
     until("the restore is counted", || rig.vm.stats().get(Counter::FaultRestore) == before.1 + 1);
     assert_eq!(rig.resident().0 - before.0.0, HUGE_SIZE as u64);
     assert!((far.0..far.0 + PAGES_PER_UNIT).all(|page| rig.holds(page, 1)));

@@ -81,11 +81,10 @@ fn read_by_kernel(rig: &Rig, page: u64) -> Result<(), Option<i32>> {
     rig.guest.send_to(&sink, page as usize * PAGE_SIZE, 8).map_err(|error| error.raw_os_error())
 }
 
-/// Makes the memory of a page fail that is in its file and unmapped.
 fn failed_page(rig: &Rig, page: u64, len: usize) {
     let at = page as usize * PAGE_SIZE;
     fail(&rig.guest, at).expect("MADV_HWPOISON");
-    // As tracking or reclaim would; this also drops the kernel's poison marker in the page table.
+    // Tracking or reclaim would zap the page, too; the zap also drops the kernel's poison marker in the page table.
     rig.guest.zap(at, len).expect("zap");
 }
 
@@ -116,7 +115,6 @@ fn memory_that_fails_under_an_unmapped_page_is_a_memory_error_of_that_page_alone
     assert!(rig.holds(resident[0], 1));
     assert_eq!(rig.vm.stats().get(Counter::Poisoned), 1);
 
-    // The other one is touched by the guest itself.
     rig.word(resident[1]).load(Ordering::Relaxed);
     assert_eq!(BUS_CODE.load(Ordering::Acquire), libc::BUS_MCEERR_AR);
     assert_eq!(BUS_ADDR.load(Ordering::Acquire) as u64, rig.addr(resident[1]).0);
@@ -139,7 +137,6 @@ fn a_page_whose_memory_fails_during_its_eviction_stays_and_reclaim_goes_on() {
     rig.wait_for_quarantine();
     assert!(pages.iter().all(|page| rig.state_of(*page) == State::Resident), "they stay where they are");
     assert!((0..rig.pages).filter(|page| !pages.contains(page)).all(|page| rig.holds(page, 1)), "a byte was lost");
-    // Each is a memory error for the guest.
     assert!(pages.iter().all(|page| read_by_kernel(&rig, *page).is_err()));
     assert_eq!(rig.vm.halted(), None);
 }

@@ -1,5 +1,4 @@
-//! One VM's life against the real kernel: real userfaultfd, real memfds, real store; the guest is threads of this test.
-//! Needs root (userfaultfd).
+//! One VM's life against the real kernel and a real store; the guest is threads of this test. Needs root (userfaultfd).
 
 use crate::common;
 
@@ -125,7 +124,7 @@ fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
 fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK).squeezed(LIMIT);
     rig.hold_still();
-    // Two that are no neighbours, so that readahead restores neither before the store fails them.
+    // Two pages that are no neighbours, so that readahead restores neither before the store fails them.
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).step_by(200).take(2).collect();
     // A system call that reads the page returns EFAULT instead of a SIGBUS.
     let read_by_kernel = |page: u64| {
@@ -160,7 +159,7 @@ fn discarded_pages_of_every_state_read_zeros_and_free_their_copies() {
     assert!((half_pages..rig.pages).all(|page| rig.holds(page, 1)), "a page outside the range was touched");
     rig.fill(5, 2);
     assert!(rig.holds(5, 2), "a write after a discard is kept");
-    // A hold: without a limit, the worker would turn zero pages back during the count.
+    // The VM is held: without a limit, the worker would turn zero pages back during the count.
     rig.count_exactly();
 }
 

@@ -31,7 +31,6 @@ fn slow_file(pages: u64, delay: Duration) -> Option<(Fuse, File)> {
     Some((fuse, file))
 }
 
-/// The bytes of a page of that file.
 fn of_file(page: u64) -> u8 {
     0x80 | (page % 0x7F) as u8
 }
@@ -233,7 +232,7 @@ fn reclaim_rests_if_all_pages_are_pinned() {
     all_go_and_come_back(&rig);
 }
 
-/// As a vhost-user backend does.
+/// A vhost-user backend has all pages mapped, too.
 #[test]
 fn reclaim_rests_if_a_foreign_mapper_has_all_pages_mapped() {
     let Some(rig) = small_rig() else { return };

@@ -21,7 +21,7 @@ const AMPLE: Bytes = Bytes(64 * MIB);
 /// 1 of this number of pages of a bloated unit is hot.
 const EACH: u64 = 64;
 
-/// A VM in huge pages on the fast node, of which half may stay there.
+/// A VM in huge pages on the fast node, of which `fast_percent` percent may stay there.
 fn placed(fast_percent: u32) -> Option<Rig> {
     if !std::fs::read_to_string("/sys/devices/system/node/has_memory").is_ok_and(|nodes| nodes.trim() == "0-1") {
         skip("numa", "the machine has no two nodes");
@@ -87,11 +87,10 @@ fn cold_huge_pages_go_to_the_slow_node_whole_and_come_back_when_they_are_hot() {
     let Some(rig) = placed(50) else { return };
     let half = rig.pages / 2;
     let unit = |unit: u64| unit * PAGES_PER_UNIT..(unit + 1) * PAGES_PER_UNIT;
-    // All of each second unit is hot.
     let of = |odd: u64| (0..UNITS).filter(move |number| number % 2 == odd).flat_map(unit).collect::<Vec<u64>>();
     for hot in [of(0), of(1)] {
         touching(&rig, &hot, || {
-            // Both at once, because a guest without CPU time for a moment looks colder than it is.
+            // Both are checked at once, because a guest without CPU time for a moment looks colder than it is.
             until("hot pages are on the fast node, and the other half is on the slow one", || {
                 on_slow(&rig, hot.iter().copied()) == 0 && get(&rig, Counter::SlowNode) == half
             });

@@ -29,7 +29,7 @@ fn addr(rig: &Rig, offset: u64) -> Hva {
 #[test]
 fn each_stripe_is_registered_with_one_userfaultfd_and_the_kernel_allows_no_other() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS).filled();
-    // Less than the last part, so that all must be evicted.
+    // The limit is less than the last part, so all stripes must be evicted.
     rig.set_limit(Some(Bytes(MIB / 2)));
     until("all of RAM is registered", || rig.vm.stats().get(Counter::RegisteredBytes) == RAM.0);
     for (stripe, owner) in [0, 1, 2, 0, 1].into_iter().enumerate() {

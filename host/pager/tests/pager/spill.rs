@@ -27,7 +27,6 @@ use common::{AMPLE, LIMIT, QUICK, RAM, Rig, SOON, churn_by, disk, faulty_disk, r
 
 const NEVER: Duration = Duration::from_secs(100_000);
 
-/// A file store with injected faults.
 fn faulty() -> (Arc<dyn SlowStore>, Arc<Faults>) {
     let (store, faults) = FaultyStore::new(NullStore::new(AMPLE));
     (Arc::new(store), faults)
@@ -40,7 +39,6 @@ fn spilled(file: Arc<dyn SlowStore>) -> Rig {
     rig
 }
 
-/// A full VM with most far pages in a file store with injected faults.
 fn spilled_to_faulty() -> (Rig, Arc<Faults>) {
     let (file, faults) = faulty();
     (spilled(file), faults)
@@ -122,7 +120,7 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_is_reported_once() {
     }
 }
 
-/// A store that takes at most 64 pages in time. A late run has ended at the second query.
+/// A store that takes at most 64 pages in time. A late run has ended after two calls of `must_recover`.
 #[derive(Debug)]
 struct Slow {
     pages: NullStore,
@@ -453,7 +451,7 @@ fn a_restore_that_was_ended_reports_that_even_if_the_vm_is_held_again_at_once() 
 #[derive(Debug)]
 struct Asked {
     inner: NullStore,
-    /// Reads of one page for which a thread waits; reads of pages ahead of a thread.
+    /// Reads of one page, for which a thread waits; reads of several pages, ahead of a thread.
     alone: AtomicU64,
     together: AtomicU64,
     /// Reads of either kind with the wrong context.
@@ -514,7 +512,7 @@ fn a_discard_of_a_page_whose_store_is_silent_unlocks_the_others_and_can_be_retri
     let (rig, faults) = spilled_to_faulty();
     let _release = Finally(|| faults.release());
     rig.hold_still();
-    // Not the first page of a run that is locked together.
+    // The page is not the first one of a run that is locked together.
     let far = (1..rig.pages).find(|page| page % 512 > 64 && rig.is_in(FILE_STORE, *page)).expect("one in the file");
     let first = far & !511;
     faults.stall_gets();
@@ -524,7 +522,7 @@ fn a_discard_of_a_page_whose_store_is_silent_unlocks_the_others_and_can_be_retri
         let range = (rig.addr(first), 512 * PAGE_SIZE as u64);
         let region = rig.vm.region(0).expect("region");
         let word = region.word(PageIdx(far));
-        // Not Restoring: recovery takes the file's bytes for a Restoring page, which may be a foreign mapper's.
+        // Not Restoring: recovery takes the file's bytes for a Restoring page, and they may be a foreign mapper's.
         assert!(word.is_locked() && word.state() == State::Far, "{word:?}");
         let error = rig.vm.discard(&rig.view, &[range]).expect_err("a page is locked");
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);

@@ -61,7 +61,7 @@ fn a_slow_store_is_read_by_runs_for_sequential_faults_only() {
     assert!(requests < far / 3, "{requests} requests for {far} pages");
     let longest = store.longest.load(Ordering::Acquire);
     assert!((10..=65).contains(&longest), "{longest} pages at once");
-    // A page of each 64 KiB.
+    // One page of each 64 KiB is touched.
     let windows = rig.pages / 16;
     let (requests, far) = asked(&mut (0..windows).map(|at| at * 2531 % windows * 16));
     assert!(requests >= 2 * far, "{requests} requests for {far} pages, each of which is busy at first");

@@ -30,12 +30,10 @@ fn fine(units: &[u64]) -> Watch {
     Watch { coarse: Vec::new(), fine: units.iter().map(|number| unit(*number)).collect() }
 }
 
-/// The units that a cycle saw touched.
 fn touched(seen: &[(UnitId, Seen)]) -> Vec<u64> {
     seen.iter().filter(|(_, seen)| seen.touched()).map(|(unit, _)| u64::from(unit.unit)).collect()
 }
 
-/// The pages of each unit that a cycle saw touched.
 fn pages_of(seen: &[(UnitId, Seen)]) -> Vec<(u64, PageMap)> {
     let of = |(unit, seen): &(UnitId, Seen)| match seen {
         Seen::Fine { touched } => (u64::from(unit.unit), *touched),
@@ -53,7 +51,6 @@ fn exactly_the_touched_units_are_reported_for_one_fault_each_and_huge_again() {
         source.start(&all()).expect("start");
         assert_eq!(rig.mapped_huge(), Bytes(0), "all of it is zapped");
         for unit in &of_cycle {
-            // Reads and writes, of many pages.
             for page in (0..PAGES_PER_UNIT).step_by(37) {
                 rig.fill(unit * PAGES_PER_UNIT + page, 1);
                 assert!(rig.holds(unit * PAGES_PER_UNIT + (page + 5) % PAGES_PER_UNIT, 1));
@@ -332,7 +329,7 @@ fn attack(rig: &Rig) {
                 }
             });
         }
-        // Also after a panic of a wait, because the scope joins the guest's threads.
+        // Runs also if a wait panics, because the scope joins the guest's threads.
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         let cycles = || rig.vm.heat.lock().cycles();
         // Only huge pages are scanned page by page.

@@ -25,7 +25,6 @@ fn squeezed() -> Rig {
     rig
 }
 
-/// More VMs than there are CPUs.
 fn many() -> Vec<Rig> {
     let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
     (0..cpus + 2).map(|_| squeezed()).collect()

@@ -2,8 +2,7 @@
 //!
 //! Before: the pool started it because too few threads could run. After: it has run tasks until it was a spare that is
 //! not needed, and no disk write that it gave up waiting for is under way.
-//! Threads: each thread of the pool; [`super`] has their number. Units: a run is charged by its time and the shares of
-//! its group.
+//! Threads: each thread of the pool; [`super`] has their number. Units: a run is charged by time and group shares.
 //! Promise: the pool's lock is not held while a task runs or is dropped. A panic in a task ends only that task. A
 //! raised priority ends with the run.
 
@@ -111,8 +110,7 @@ impl Pool {
         }
     }
 
-    /// Waits for work; a spare, and any thread with `looks_again`, for at most [`LINGER`]. Returns whether that time
-    /// has passed without work.
+    /// Waits for work; a spare, and a thread with `looks_again`, at most for [`LINGER`]. Returns whether it has passed.
     fn rest<'a>(
         &'a self,
         mut inner: MutexGuard<'a, Inner>,

@@ -15,12 +15,11 @@ use super::{Pool, Worker};
 /// Time between checks while tasks run; length of a run from which on it is checked.
 const TICK: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_millis(10);
-/// Ticks without a run, or without a visit of a fault worker, after which a watchdog sleeps until the next one: further
+/// Ticks without a run, or without a visit of a fault worker, after which a watchdog sleeps until there is one: further
 /// ticks cost an idle host more than the wake-up.
 pub(in crate::run) const QUIET_TICKS: u32 = 2;
 
 impl Pool {
-    /// Searches for threads that wait in the kernel, and for timers for which no thread waits.
     pub(super) fn watch(self) {
         let (mut runs, mut quiet) = (0, 0);
         let mut inner = self.lock();

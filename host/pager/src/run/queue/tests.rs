@@ -147,7 +147,7 @@ proptest! {
         }
     }
 
-    /// That is, for a quantum and one run of each group. A removed task never runs.
+    /// A ready task waits for a quantum and one run of each other group. A removed task never runs.
     #[test]
     fn a_task_that_becomes_ready_waits_for_one_turn_of_each_other_group(
         runs in proptest::collection::vec(1..400u64, 50..300), others in 1..8u64, every in 1..20usize,

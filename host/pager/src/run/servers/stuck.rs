@@ -3,8 +3,7 @@
 //! Before: a client was closed, and its last visit did not end in time. After: while a user has [`MOST`] of these
 //! clients, no further process of that user is accepted.
 //! Threads: any.
-//! Promise: each of them costs the engine a thread and some descriptors, and a user other than root cannot cause more
-//! than [`MOST`].
+//! Promise: each costs the engine a thread and some descriptors, and a user other than root causes at most [`MOST`].
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -16,7 +16,7 @@ fn set_of(served: &Served) -> Weak<Set> {
     served.0.place().as_ref().map(Arc::downgrade).unwrap_or_default()
 }
 
-/// What a test controls of a server, and what it sees of it.
+/// The part of a server that a test controls and sees.
 #[derive(Default)]
 struct Told {
     visits: AtomicUsize,
@@ -71,7 +71,6 @@ fn this_thread() -> u32 {
     rustix::thread::gettid().as_raw_pid() as u32
 }
 
-/// A served descriptor, and its input.
 struct Client {
     told: Arc<Told>,
     fd: Arc<OwnedFd>,
@@ -520,7 +519,6 @@ fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
     Client::over(servers, seed % 7, fd.clone(), Told::default(), then)
 }
 
-/// Steps of a random test: some thousands, or `PROPTEST_CASES`.
 fn steps() -> u64 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(3000)
 }

@@ -26,7 +26,6 @@ impl LiveCopies {
         Self { handles: Vec::new(), runs: Vec::new() }
     }
 
-    /// Adds the copy that a page's word names.
     pub fn note(&mut self, key: PageKey, handle: Handle) {
         let start = self.handles.len();
         let goes_on = self.runs.last().is_some_and(|run| {
@@ -43,7 +42,6 @@ impl LiveCopies {
         self.handles.len() as u64
     }
 
-    /// All copies, in the order in which they were noted.
     pub fn iter(&self) -> impl Iterator<Item = (PageKey, Handle)> {
         let ends = self.runs.iter().skip(1).map(|run| run.start).chain([self.handles.len()]);
         self.runs.iter().zip(ends).flat_map(|(run, end)| {

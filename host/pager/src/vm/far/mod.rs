@@ -1,7 +1,6 @@
 //! The stores of a VM, and the queues of work for its slow ones.
 //!
-//! Before: the engine opened the stores. After: words name copies in them; faults, spill and readahead queue their work
-//! here.
+//! Before: the engine opened the stores. After: words name copies in them; faults, spill and readahead queue here.
 //! Threads: any.
 //! Promise: nothing here waits for a store.
 

@@ -16,8 +16,7 @@ use ballast_sys::lock::Lock;
 /// Reports an event to operators: kind and text.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// A page that no worker has asked for in this time counts as no longer waited for: its thread ended, or it was
-/// discarded.
+/// A page that no worker has asked for in this time is not waited for: its thread ended, or it was discarded.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
 
 /// A slow store, and the pages of it that workers wait for.
@@ -33,7 +32,7 @@ pub(crate) struct Overdue {
 struct Waiting {
     /// For each page: start of the wait, and the last request.
     pages: HashMap<(PageKey, Handle), (Instant, Instant)>,
-    /// Start of the wait that operators were told of.
+    /// Start of the wait that was reported to operators.
     said: Option<Instant>,
 }
 
@@ -44,7 +43,7 @@ impl std::fmt::Debug for Overdue {
 }
 
 impl Overdue {
-    /// Reports a page that was waited for for `deadline`.
+    /// Reports a page for which a worker has waited for `deadline`.
     pub fn new(store: Arc<dyn SlowStore>, name: &'static str, deadline: Duration) -> Self {
         Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
     }

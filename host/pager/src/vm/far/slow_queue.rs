@@ -81,7 +81,6 @@ struct Queue {
     faults: VecDeque<(Arc<View>, PendingFault)>,
     ahead: VecDeque<Ahead>,
     reading: usize,
-    /// Workers without work.
     idle: Vec<usize>,
 }
 
@@ -102,7 +101,6 @@ impl Queue {
 }
 
 impl SlowQueue {
-    /// Takes a fault from a fault worker.
     pub(crate) fn take(&self, stats: Stats<'_>, view: &Arc<View>, pending: PendingFault) {
         view.stall.update(stats, Instant::now(), |waiters| waiters.slow += 1);
         self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)), |_| true);

@@ -27,8 +27,7 @@ impl SpillRequest {
         self.helps.load(Ordering::Acquire)
     }
 
-    /// Reclaim has put pages into the RAM store: if that is short of space now, notifies the worker, once until it has
-    /// looked.
+    /// Reclaim has put pages into the RAM store. If it is short of space now, notifies the worker, once until it looks.
     pub(crate) fn check(&self, stores: &Stores) {
         let is_short = !stores.slow().is_empty() && stores.first().store.is_short();
         if is_short && !self.short.load(Ordering::Acquire) && !self.short.swap(true, Ordering::AcqRel) {

@@ -31,8 +31,7 @@ pub struct NearTier {
     pub store: Arc<dyn NearStore>,
 }
 
-/// A store that may wait for a disk or a network. Slow workers and spill wait for it; a fault worker only begins a
-/// read.
+/// A store that may wait for a disk or a network: slow workers and spill do; a fault worker only begins a read.
 #[derive(Clone, Debug)]
 pub struct SlowTier {
     /// Its number in words.
@@ -95,7 +94,6 @@ impl Stores {
         stores
     }
 
-    /// Sets the reporter of overdue reads.
     pub(crate) fn tell(&self, tell: &Tell) {
         self.slow.iter().for_each(|tier| tier.overdue.tell(tell));
     }

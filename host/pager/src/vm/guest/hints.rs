@@ -21,7 +21,6 @@ use super::places::Places;
 
 /// Most runs of a report: twice as many as an agent sends.
 pub(crate) const MOST_RUNS: usize = 32 << 10;
-/// Most queries of the file in one pick.
 const MOST_QUERIES: u64 = 4096;
 /// Most pages that one pick examines: 1 GiB, at some 10 ns each, in one slice of a thread that serves other VMs, too.
 const MOST_EXAMINED: u64 = 1 << 18;
@@ -29,7 +28,6 @@ const MOST_EXAMINED: u64 = 1 << 18;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Hint {
     level: u8,
-    /// Index in the report.
     order: usize,
     /// Memory of the guest's kernel: the agent cannot see accesses to it.
     is_unseen: bool,
@@ -113,7 +111,7 @@ impl Hints {
     }
 
     /// Proposes up to about `want` pages, the coldest first: only cold ones, or with [`Pick::Any`] warmer ones after
-    /// them. The next call continues there, also if this one proposed none because too many had to be examined.
+    /// them. The next call continues behind the examined pages, even if this one proposed none of them.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick) -> Proposed {
         let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
         let mut proposed = Proposed::default();
@@ -136,7 +134,7 @@ impl Hints {
 #[derive(Debug, Default)]
 pub(crate) struct Proposed {
     pub seen: Vec<ColdRun>,
-    /// Those of `seen` that it reported as cold.
+    /// Pages of `seen` that the agent reported as cold.
     pub claimed: Vec<ColdRun>,
     pub unseen: Vec<ColdRun>,
 }

@@ -70,7 +70,6 @@ impl Places {
         }
     }
 
-    /// Pieces without proof.
     pub fn unproved(&self) -> Vec<Run> {
         let open = self.pieces.iter().filter(|(_, proved)| !proved);
         open.map(|(piece, _)| Run::of(piece.page, u32::try_from(piece.count).unwrap_or(u32::MAX))).collect()

@@ -1,7 +1,6 @@
 //! State that the worker of an agent, reclaim and the API share.
 //!
-//! Before: an agent reports. After: reclaim finds its hints, the API its state, and the agent's worker the restored
-//! pages to report.
+//! Before: an agent reports. After: reclaim finds hints, the API the state, and the agent's worker the restored pages.
 //! Threads: any; locks are held briefly, that of the hints for one pick.
 //! Promise: no fault waits for it.
 
@@ -72,15 +71,15 @@ pub struct Shown {
     pub cold_pages: u64,
     /// Free pages among them.
     pub free_pages: u64,
-    /// Restored pages that the agent was told of.
+    /// Restored pages that were reported to the agent.
     pub restored_pages: u64,
     /// Pieces of guest-physical memory; those that are proved.
     pub pieces: (u32, u32),
-    /// Times that its reports began to be ignored.
+    /// Number of times that the host began to ignore the agent's reports.
     pub times_ignored: u64,
     /// End of the time in which its reports are ignored.
     pub ignored_until: Option<Instant>,
-    /// A sample of the pages that were evicted because it reported them as cold.
+    /// A sample of the pages that were evicted because the agent reported them as cold.
     pub by_agent: Picked,
     /// A sample of the pages that the host picked.
     pub by_host: Picked,
@@ -89,7 +88,7 @@ pub struct Shown {
 impl Shown {
     pub(crate) fn reported(&mut self, tally: Tally) {
         self.reports += 1;
-        // A guest may name 2^47 pages in each report.
+        // The sum saturates, because a guest may name 2^47 pages in each report.
         self.rejected_pages = self.rejected_pages.saturating_add(tally.rejected);
         (self.cold_pages, self.free_pages) = (tally.cold, tally.free);
     }
@@ -130,12 +129,11 @@ impl Told {
         }
     }
 
-    /// Returns whether its reports are used as hints, so that the host need not track accesses.
+    /// Returns whether the agent's reports are used as hints, so that the host need not track accesses.
     pub fn is_reporting(&self) -> bool {
         self.is_reporting.load(Ordering::Acquire)
     }
 
-    /// Sets whether its reports are used as hints. Returns whether that changed.
     pub(crate) fn set_reporting(&self, is_reporting: bool) -> bool {
         if !is_reporting {
             *self.hints() = Hints::default();
@@ -186,7 +184,7 @@ impl Told {
         self.balloon.lock().expect("no panic while held").by_policy.insert(node, pages);
     }
 
-    /// No policy decides any more: returns to the guest what a policy asked for.
+    /// No policy decides any more: returns the pages to the guest that a policy asked for.
     pub fn end_policy_balloon(&self) {
         self.balloon.lock().expect("no panic while held").by_policy.values_mut().for_each(|pages| *pages = 0);
     }
@@ -196,7 +194,6 @@ impl Told {
         self.balloon.lock().expect("no panic while held").adopted.entry(node).or_insert(pages);
     }
 
-    /// Queues a restored page for the agent.
     pub(crate) fn restored(&self, place: (u32, PageIdx)) {
         let mut restored = self.restored.lock().expect("no panic while held");
         if restored.len() < RESTORED {
@@ -204,7 +201,6 @@ impl Told {
         }
     }
 
-    /// Takes the pages restored since the last call.
     pub(crate) fn take_restored(&self) -> Vec<(u32, PageIdx)> {
         std::mem::take(&mut *self.restored.lock().expect("no panic while held")).into()
     }

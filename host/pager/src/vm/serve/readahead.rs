@@ -22,8 +22,7 @@ const STREAMS: usize = 8;
 pub const MOST: u64 = 16;
 /// Fewest pages that come with a fault of a stream.
 const LEAST: u64 = 2;
-/// Most and fewest pages ahead in a slow store, 512 and 64 KiB: a request there takes longer than the transfer of its
-/// pages.
+/// Most and fewest pages ahead in a slow store, 512 and 64 KiB: a request takes longer than the pages' transfer.
 const MOST_SLOW: u64 = 128;
 const LEAST_SLOW: u64 = 16;
 /// Range in which the next far page is searched for, in pages.
@@ -74,13 +73,12 @@ impl Readahead {
         Self { least: LEAST_SLOW, most: MOST_SLOW, ..Self::default() }
     }
 
-    /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and from
-    /// which range.
+    /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and where.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, PageRange) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
         let reach = REACH.max(self.most);
         let range = PageRange::of(PageIdx(page + 1), reach).before(PageIdx(unit_end.min(pages)));
-        // The same fault, retried because its page was not available.
+        // A retry of the last fault, whose page was not available.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
             return (0, range);
@@ -130,7 +128,7 @@ impl Readahead {
         self.streams.iter().any(|stream| stream.leads_to(region, page, reach, &is_far))
     }
 
-    /// The pages that came with the last fault end before `end`.
+    /// Records that the pages that came with the last fault end before `end`.
     pub fn came(&mut self, end: u64) {
         if let Some(last) = self.streams.iter_mut().find(|stream| stream.met == self.faults) {
             last.next = last.next.max(end);
@@ -219,7 +217,7 @@ mod tests {
             requested = requested.max(more.end().0);
         }
         let mut streams = Readahead::slow();
-        // Every page once, each far from the last one.
+        // Each page once, at a large distance from the last one.
         let hops = (0..PAGES).map(|at| at * 2531 % PAGES);
         assert!(hops.into_iter().all(|page| streams.request(0, page, PAGES, |_| true).is_none()));
     }
@@ -255,7 +253,7 @@ mod tests {
     #[test]
     fn random_touches_bring_in_next_to_no_other_page() {
         let mut far = vec![true; PAGES as usize];
-        // Every page once, each far from the last one.
+        // Each page once, at a large distance from the last one.
         let (faults, _) = touch(&mut far, (0..PAGES).map(|at| at * 2531 % PAGES));
         assert!(faults > PAGES * 9 / 10, "{faults}");
     }

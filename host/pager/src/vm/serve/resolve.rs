@@ -1,10 +1,8 @@
 //! Resolve: serves one pending fault and books it.
 //!
-//! Before: a fault worker or a slow worker took a fault. After: its page is mapped and counted, or the fault must be
-//! retried.
+//! Before: a fault worker or slow worker took a fault. After: its page is mapped and counted, or it must be retried.
 //! Threads: fault workers and slow workers. Units: pages of a region.
-//! Promise: a fault whose view or region does not exist any more ends in a wake; one that cannot be resolved stops the
-//! VM, with the reason.
+//! Promise: a fault whose view or region is gone ends in a wake; one that cannot be resolved stops the VM.
 
 use std::sync::Arc;
 
@@ -42,8 +40,8 @@ pub(crate) fn resolve(
     let (granule, key) = (region.granule(*page), region.key(*page));
     let outcome = serve(granule, key, pending.fault.kind, &memory, &**region, &stores, ballast_heat::touched);
     if matches!(outcome.served, Ok(Served::Gone)) {
-        // The process has ended, or the VMM has unregistered the range or mapped something over it. Neither wakes the
-        // threads that wait there.
+        // The process has ended, or the VMM has unregistered or mapped over the range: neither wakes the waiting
+        // threads.
         let _ = memory.wake(*page);
     }
     if matches!(outcome.served, Ok(Served::Restored)) {
@@ -52,8 +50,7 @@ pub(crate) fn resolve(
     settle(vm, target, pending, outcome)
 }
 
-/// The granule of a fault. `None` if its region was unplugged: the thread has then been woken, and faults again on
-/// whatever is mapped there.
+/// The granule of a fault. `None` if its region was unplugged: the thread was woken, and faults again on what is there.
 pub(crate) fn target<'a>(vm: &Vm, view: &'a View, pending: &PendingFault) -> Option<Target<'a>> {
     let addr = pending.fault.addr;
     let target = view.find_mapped(addr).and_then(|(number, page, base)| {
@@ -75,7 +72,7 @@ pub(crate) fn settle(vm: &Vm, target: &Target<'_>, pending: &PendingFault, outco
         Ok(Served::Later) => None,
         Ok(served) => Some(served),
         Err(error) => {
-            // No byte is lost, but the thread waits: without the report nobody would know.
+            // No byte is lost, but the thread waits: the report is the only sign of it.
             let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
             vm.report("fault-failed", reason.clone());
             vm.fail_stop(&reason);

@@ -24,7 +24,6 @@ use ballast_page::page_state::Word;
 /// 1 of this number of faults is timed, because reading the clock takes longer than counting.
 const EVERY: u32 = 8;
 
-/// Decides which faults are timed.
 #[derive(Debug, Default)]
 pub(crate) struct Sampler {
     faults: u32,

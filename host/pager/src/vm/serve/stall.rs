@@ -1,10 +1,8 @@
 //! Pending faults, and the time for which guest threads wait for them.
 //!
-//! Before: a fault worker read faults. After: the stall counters have the time for which some, and all, of the VM's
-//! threads waited.
+//! Before: a fault worker read faults. After: the stall counters have the time for which some, and all, threads waited.
 //! Threads: all fault workers of a view, and the slow workers, share one clock. Units: nanoseconds.
-//! Promise: the time runs from the read of a fault to its resolution. The wait before the read cannot be seen from user
-//! space, and is not counted.
+//! Promise: the time runs from the read of a fault to its resolution. The wait before the read is not seen.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -14,7 +12,6 @@ use ballast_sys::uffd::Fault;
 
 use crate::vm::stats::{Counter, Stats};
 
-/// A fault that was read and is not served yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PendingFault {
     pub fault: Fault,
@@ -83,7 +80,7 @@ impl Stall {
                 stats.add(Counter::StallFullNs, elapsed);
             }
         }
-        // Another worker may have come here after `now` was read.
+        // Another worker may have set `since` after `now` was read.
         waiters.since = waiters.since.max(now);
         change(&mut waiters);
     }

@@ -1,12 +1,12 @@
 //! The fault throttle: in a VM at its limit, pages come in no faster than pages go out.
 //!
-//! Before: the reclaim worker measured how much the VM holds. After: fault workers bring pages in while there are
+//! Before: the reclaim worker measured the VM's resident pages. After: fault workers bring pages in while there are
 //! credits. Below the *ceiling*, a margin above the limit, there are credits for as many pages as fit, and each page
 //! that goes out adds one. Above the ceiling, two pages must go out for one credit. Quarantine hits need no credits,
 //! nor does a fault that has waited for [`MOST_WAIT`], nor any fault where reclaim cannot work.
 //! Threads: the reclaim worker sets credits and adds pages that went out; fault workers check credits and subtract
-//! pages that came in. Relaxed atomics suffice: a race makes a harmless error, which ends when the credits are set
-//! again. Units: pages.
+//! pages that came in. Relaxed atomics suffice: a race makes a harmless error until credits are set again. Units:
+//! pages.
 //! Promise: no fault waits here for longer than [`MOST_WAIT`], even if the reclaim worker dies; a userfaultfd whose
 //! faults all wait for credits is not visited until pages have gone out.
 //!
@@ -30,7 +30,6 @@ pub struct Throttle {
     is_over: AtomicBool,
     /// Pages that may come in, times [`PRICE`].
     credits: AtomicI64,
-    /// A fault was delayed.
     was_short: AtomicBool,
     /// Userfaultfds whose faults may wait.
     waiters: RwLock<Vec<Arc<Waiter>>>,
@@ -51,7 +50,7 @@ impl std::fmt::Debug for Waiter {
 }
 
 impl Waiter {
-    /// The userfaultfd is visited again.
+    /// Ends the wait: the userfaultfd is visited again.
     pub fn ends(&self) {
         self.waits.store(false, Ordering::Release);
     }
@@ -64,8 +63,7 @@ impl Throttle {
         self.wake();
     }
 
-    /// Registers a waiter, which stays as long as the caller keeps it. `notify` is called from any thread and must not
-    /// wait.
+    /// Registers a waiter, which stays while the caller keeps it. `notify` is called from any thread; it must not wait.
     pub fn waiter(&self, notify: impl Fn() + Send + Sync + 'static) -> Arc<Waiter> {
         let waiter = Arc::new(Waiter { notify: Box::new(notify), waits: AtomicBool::new(false) });
         let mut waiters = self.waiters.write().expect("no panic while held");
@@ -75,8 +73,7 @@ impl Throttle {
         waiter
     }
 
-    /// Has this waiter notified when there are credits, unless `pages` are admitted already. Returns whether it is to
-    /// wait.
+    /// Has this waiter notified when there are credits. Returns false if `pages` are admitted already.
     pub fn begin_wait(&self, waiter: &Waiter, pages: u64) -> bool {
         waiter.waits.store(true, Ordering::SeqCst);
         self.is_waited_for.store(true, Ordering::SeqCst);
@@ -98,7 +95,7 @@ impl Throttle {
         }
     }
 
-    /// Sets credits: `resident` pages are held now, and the ceiling is `margin` above the limit.
+    /// Sets credits: `resident` pages are in memory now, and the ceiling is `margin` above the limit.
     pub fn set(&self, resident: u64, limit: u64, margin: u64) {
         let ceiling = limit + margin;
         self.is_over.store(resident > ceiling, Ordering::Relaxed);

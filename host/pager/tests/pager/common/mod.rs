@@ -57,7 +57,6 @@ pub struct Rig {
     _loan: Option<PoolLoan>,
 }
 
-/// Holds reclaim for a reason of this kind, and restores every page.
 pub fn restore_for(vm: &Vm, kind: Hold) -> std::io::Result<()> {
     vm.hold(kind, Some("the test says so".into()));
     vm.restore()
@@ -76,14 +75,12 @@ pub struct Census {
     pub poisoned: PageCount,
 }
 
-/// Options of a rig.
 struct Setup {
     ram: Bytes,
     store_budget: Bytes,
     quarantine: Duration,
     spill: Option<(Vec<SlowTier>, Duration)>,
     huge: bool,
-    /// Number of userfaultfds of its process.
     shards: usize,
     /// Requested userfaultfd features, beside the required ones.
     features: u64,
@@ -125,7 +122,6 @@ fn file_tier(file: Arc<dyn SlowStore>) -> SlowTier {
     SlowTier::new(FILE_STORE, "file store", file)
 }
 
-/// The pin check of this machine, for all rigs.
 fn pins() -> Arc<Pins> {
     static PINS: LazyLock<Arc<Pins>> = LazyLock::new(|| {
         let pins = Arc::new(Pins::default());
@@ -159,7 +155,6 @@ impl Rig {
         Self::viewed(Setup::new(ram, store_budget, quarantine))
     }
 
-    /// Like `new`, with this number of userfaultfds.
     pub fn sharded(ram: Bytes, store_budget: Bytes, quarantine: Duration, shards: usize) -> Self {
         Self::viewed(Setup { shards, ..Setup::new(ram, store_budget, quarantine) })
     }
@@ -198,7 +193,6 @@ impl Rig {
         self.vm.add_view(self.view.clone(), &mapped_at(Hva(self.guest.addr() as u64), len)).expect("view");
     }
 
-    /// An open VM whose view was not added.
     pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
         Self::open(Setup::new(ram, store_budget, quarantine))
     }
@@ -213,7 +207,6 @@ impl Rig {
         Self::huge_sharded(ram, store_budget, quarantine, spill, 1)
     }
 
-    /// Like `huge`, with this number of userfaultfds.
     pub fn huge_sharded(
         ram: Bytes,
         store_budget: Bytes,
@@ -225,7 +218,6 @@ impl Rig {
         Self::of_huge(Setup { spill, shards, ..Setup::new(ram, store_budget, quarantine) })
     }
 
-    /// Like `huge`, without the pin check.
     pub fn huge_unasked(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
         Self::of_huge(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) })
     }
@@ -243,7 +235,6 @@ impl Rig {
         Self::new(ram, store_budget, quarantine).made_huge()
     }
 
-    /// Fills RAM and maps it huge.
     pub fn made_huge(self) -> Option<Self> {
         self.fill_all();
         let ram = Bytes(self.guest.len() as u64);
@@ -259,7 +250,6 @@ impl Rig {
         Some(self)
     }
 
-    /// Bytes of the guest's RAM that are mapped huge.
     pub fn mapped_huge(&self) -> Bytes {
         let remote = Remote::open(std::process::id()).expect("own process");
         let found = remote.huge(Hva(self.guest.addr() as u64), self.guest.len() as u64).expect("scan");
@@ -290,8 +280,7 @@ impl Rig {
         self.vm.stores.get(FILE_STORE).expect("a file store").store
     }
 
-    /// Ends the workers as abruptly as a killed engine, and has a successor with these stores serve the VM. Returns the
-    /// result of its recovery.
+    /// Ends the workers as if killed, and has a successor with these stores serve the VM. Returns its recovery.
     pub fn succeed(&mut self, stores: Stores) -> ballast_pager::vm::recover::Recovered {
         let last = self.vm.clone();
         last.stop();
@@ -320,7 +309,6 @@ impl Rig {
         let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins, extents, tiers } = setup;
         let whole = extents.is_none();
         let extents = extents.unwrap_or_else(|| Extents::one(Bytes(0), ram).expect("good"));
-        // The loan must cover all of RAM.
         let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
         let create = if huge { memfd::create_huge } else { memfd::create };
         let page = if huge { HUGE_SIZE } else { PAGE_SIZE } as u64;
@@ -391,7 +379,6 @@ impl Rig {
         }
     }
 
-    /// The first word of a page, as the guest sees it.
     pub fn word(&self, page: u64) -> &AtomicU64 {
         &self.guest.words(page as usize * PAGE_SIZE, 1)[0]
     }
@@ -413,7 +400,6 @@ impl Rig {
         bytes == ballast_testkit::pages::half_compressible(seed << 32 | page)
     }
 
-    /// Checks that every page holds the bytes of [`Rig::fill_all`].
     pub fn check_bytes(&self) {
         assert!((0..self.pages).all(|page| self.holds(page, 1)), "a byte was lost");
     }
@@ -433,25 +419,21 @@ impl Rig {
         until("resident is at the limit", || self.resident() <= limit);
     }
 
-    /// Filled.
     pub fn filled(self) -> Self {
         self.fill_all();
         self
     }
 
-    /// Filled, and squeezed to this limit.
     pub fn squeezed(self, limit: Bytes) -> Self {
         self.fill_all();
         self.squeeze(limit);
         self
     }
 
-    /// Returns whether the bytes of a page are in this store.
     pub fn is_in(&self, store: u8, page: u64) -> bool {
         store_number(self.vm.region(0).expect("region").word(PageIdx(page))) == Some(store)
     }
 
-    /// Number of pages whose bytes are in this store.
     pub fn count_in(&self, store: u8) -> u64 {
         (0..self.pages).filter(|page| self.is_in(store, *page)).count() as u64
     }
@@ -466,7 +448,6 @@ impl Rig {
         });
     }
 
-    /// Copies in all stores.
     pub fn copies(&self) -> u64 {
         self.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum()
     }
@@ -485,12 +466,10 @@ impl Rig {
         self.check_census();
     }
 
-    /// The address of a page in this process.
     pub fn addr(&self, page: u64) -> Hva {
         Hva((self.guest.addr() + page as usize * PAGE_SIZE) as u64)
     }
 
-    /// Has the client discard these pages.
     pub fn discard(&self, pages: std::ops::Range<u64>) {
         let len = (pages.end - pages.start) * PAGE_SIZE as u64;
         self.vm.discard(&self.view, &[(self.addr(pages.start), len)]).expect("discard");
@@ -506,7 +485,6 @@ impl Rig {
         until("no worker is at work", || self.vm.state.threads().is_empty());
     }
 
-    /// Waits until no page is in quarantine.
     pub fn wait_for_quarantine(&self) {
         until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
     }
@@ -519,7 +497,6 @@ impl Rig {
         unsafe { rustix::mm::mremap(self.guest.addr() as *mut _, 0, self.guest.len(), flags).expect("map") as usize }
     }
 
-    /// Checks that the bytes outside of the extents did not change.
     pub fn check_not_ram(&self) {
         let region = self.vm.region(0).expect("region");
         for (number, file) in (0..).zip(region.files()) {
@@ -573,13 +550,11 @@ impl Rig {
         until("the pages counted are those of the census", || self.vm.resident().expect("stat") == census.resident);
     }
 
-    /// The client does not answer any more.
     pub fn break_client(&self) {
         let _ = rustix::net::shutdown(&self.hang_up, rustix::net::Shutdown::Both);
     }
 
-    /// Returns whether heat knows the first `hot` units to be much hotter than the others. A guest without CPU time for
-    /// some cycles looks cold.
+    /// Returns whether heat knows the first `hot` units to be much hotter. A guest without CPU time looks cold.
     pub fn knows_hot_units(&self, hot: usize) -> bool {
         let heat = self.vm.heat.heat((self.pages / PAGES_PER_UNIT) as usize);
         let ages: Vec<Duration> = heat.strip.iter().map(|cell| cell.age.unwrap_or_default()).collect();
@@ -690,7 +665,6 @@ pub fn mapped_by_a_foreign_mapper(rig: &Rig) -> Mapping {
     Mapping::shared(&file, 0, rig.guest.len()).expect("map")
 }
 
-/// The span of a rig's only region.
 pub fn mapped_at(hva: Hva, len: Bytes) -> [(Span, u32); 1] {
     [(Span { hva, len }, 0)]
 }
@@ -708,8 +682,8 @@ pub fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
     }
 }
 
-/// Two guest threads add to each page in turn, without a pause, until `until_done`; the lower half of a page's first
-/// word must stay its number.
+/// Two guest threads add to each page in turn until `until_done`; the lower half of the first word stays the page
+/// number.
 pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -724,7 +698,7 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
                 }
             });
         }
-        // Also when the wait panics: the scope joins the guest's threads either way.
+        // Runs also if the wait panics: the scope joins the guest's threads either way.
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         until("what the test waits for", &until_done);
     });
@@ -759,9 +733,8 @@ pub fn churn_by(granule: u64, discards: Option<u64>, rig: &Rig, thread: u64, thr
     }
 }
 
-/// Unmaps guest RAM permanently, and keeps its addresses reserved. Otherwise another test of this process could map
-/// memory there; `UFFDIO_COPY`, which takes any registered mapping, would fill its page, and the end of this guest
-/// would unmap it.
+/// Unmaps guest RAM permanently, and keeps its addresses reserved. Otherwise another test could map memory there;
+/// `UFFDIO_COPY`, which takes any registered mapping, would fill its page, and the end of this guest would unmap it.
 pub fn vacate(addr: usize, len: usize) {
     use rustix::mm::{MapFlags, ProtFlags};
     // SAFETY: the callers give up their own mapping, and nothing touches it afterwards.
@@ -790,12 +763,10 @@ pub fn random(state: &AtomicU64) -> u64 {
     x
 }
 
-/// A unit of the only region.
 pub fn unit(unit: u64) -> UnitId {
     UnitId { region: 0, unit: unit as u32 }
 }
 
-/// The first `units` units, each watched as a whole.
 pub fn coarse(units: u64) -> Watch {
     Watch { coarse: (0..units).map(unit).collect(), fine: Vec::new() }
 }

@@ -69,7 +69,6 @@ impl Store for ThirdStore {
         self.requests.fetch_add(1, Ordering::AcqRel);
         self.longest.fetch_max(pages.len() as u64, Ordering::AcqRel);
         let get = |((key, handle), out): (&(PageKey, Handle), &mut PageBytes)| {
-            // Every tenth page is busy in a run, too.
             let is_tenth = key.page.0.is_multiple_of(10);
             let silent = self.silent.load(Ordering::Acquire) || is_tenth && !self.asked(*handle);
             if silent { GetOutcome::Busy } else { self.inner.get(*key, *handle, out, context) }
