@@ -1,7 +1,7 @@
 //! Compiles `realmem.c` to a shared library, which `src/server.rs` embeds, twice.
 //!
-//! Before: cargo runs it. After: `librealmem.so` is in the output directory, and
-//! `librealmem-malloc.so`, which also takes the large requests of the C library's malloc().
+//! Before: cargo runs it. After: `librealmem.so` is in the output directory, and `librealmem-malloc.so`, which also
+//! takes the large requests of the C library's malloc().
 
 use std::env;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! An extent: neighbouring bytes of a file that are guest RAM, and what a list of them may not be.
+//! An extent: neighbouring bytes of a file that are guest RAM, and the checks of a list of extents.
 //!
 //! Before: a VMM maps pieces of files. After: `extents` makes a region of them.
 //! Threads: any; a plain value. Units: bytes of files.
@@ -14,7 +14,7 @@ pub const MAX_EXTENTS: usize = 1024;
 /// Neighbouring bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Extent {
-    /// The file: its number in a list that goes with this.
+    /// The file, by its number in the list that accompanies the extents.
     pub file: u16,
     /// Where it begins in the file.
     pub offset: Bytes,
@@ -23,13 +23,13 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The byte after the last one.
+    /// Offset of the byte after the last one.
     pub const fn end(&self) -> u64 {
         self.offset.0.saturating_add(self.len.0)
     }
 }
 
-/// Check that this extent, the one with this number in its list, is some whole pages of this many bytes.
+/// Check that this extent consists of whole pages of `page` bytes. `at`, its number in its list, is for the error.
 pub(crate) fn check_pages(at: usize, extent: Extent, page: u64) -> Result<(), Invalid> {
     let whole = extent.len.0 > 0 && [extent.offset.0, extent.len.0].iter().all(|bytes| bytes.is_multiple_of(page));
     let (len, offset, file) = (extent.len.0, extent.offset.0, extent.file);

@@ -24,9 +24,9 @@ pub struct Extents {
 pub struct Piece {
     /// The pages.
     pub pages: PageRange,
-    /// The file they are in.
+    /// The file that they are in.
     pub file: u16,
-    /// Where the first one is in it.
+    /// Offset of the first page in the file.
     pub offset: u64,
 }
 
@@ -78,7 +78,7 @@ impl Extents {
         Self::new(&[Extent { file: 0, offset, len }])
     }
 
-    /// Are these all in files of these sizes, which have pages of this many bytes?
+    /// Check that each extent lies within its file, by the files' sizes, and consists of whole pages of `page` bytes.
     pub fn check(&self, sizes: &[Bytes], page: u64) -> Result<(), Invalid> {
         for (at, extent) in self.list.iter().copied().enumerate() {
             let Some(size) = sizes.get(usize::from(extent.file)) else {
@@ -96,7 +96,7 @@ impl Extents {
         Ok(())
     }
 
-    /// Check that they have this length.
+    /// Check that the extents have the length of the region.
     pub fn check_len(&self, region: Bytes) -> Result<(), Invalid> {
         let extents = self.pages().bytes().0;
         match extents == region.0 {
@@ -115,24 +115,24 @@ impl Extents {
         PageCount(self.starts.last().map_or(0, |end| end.0))
     }
 
-    /// How many of the numbers of files they name: one more than the largest.
+    /// The largest number of a file that an extent names, plus one.
     pub fn files(&self) -> usize {
         self.list.iter().map(|extent| usize::from(extent.file) + 1).max().unwrap_or(0)
     }
 
-    /// The same extents, of files that have other numbers.
+    /// These extents with their files renumbered.
     #[must_use]
     pub fn renumbered(&self, number: impl Fn(u16) -> u16) -> Self {
         let list = self.list.iter().map(|extent| Extent { file: number(extent.file), ..*extent });
         Self { list: list.collect(), starts: self.starts.clone() }
     }
 
-    /// Bytes of one file.
+    /// Bytes of the extents in one file.
     pub fn of_file(&self, file: u16) -> Bytes {
         Bytes(self.list.iter().filter(|extent| extent.file == file).map(|extent| extent.len.0).sum())
     }
 
-    /// Is every 2 MiB of the region, from its start on, 2 MiB of a file that begin at a multiple of that?
+    /// Is each unit of the region, counted from its start, an aligned 2 MiB of a file?
     pub fn are_units(&self) -> bool {
         let aligned = |value: u64| value.is_multiple_of(HUGE_SIZE as u64);
         let places = self.list.iter().all(|extent| aligned(extent.offset.0));
@@ -149,7 +149,7 @@ impl Extents {
         (extent.file, extent.offset.0 + (page.offset() - self.starts[at].offset()))
     }
 
-    /// The extent of a page, by its place in the list.
+    /// The index, in the list, of the extent that has this page.
     fn of_page(&self, page: PageIdx) -> usize {
         if self.list.len() == 1 && page < self.starts[1] {
             return 0;
@@ -179,7 +179,7 @@ impl Extents {
         })
     }
 
-    /// The place of these bytes of a file in the region: offsets from its start, and lengths.
+    /// Where these bytes of a file are in the region: offsets from its start, and lengths.
     pub fn bytes_at(&self, file: u16, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> + use<'_> {
         let end = offset.saturating_add(len);
         let extents = self.list.iter().zip(self.starts.iter());
@@ -251,7 +251,6 @@ mod tests {
             let all = model.iter().enumerate().map(|(page, place)| (PageIdx(page as u64), *place));
             prop_assert_eq!(found, all.clone().filter(|(page, _)| asked.contains(*page)).collect::<Vec<_>>());
 
-            // Byte by byte, of each page those that are asked for.
             let (from, until) = (at * PAGE + 5, at * PAGE + 5 + len * 100);
             let expected = all.filter(|(_, (of, _))| *of == file).filter_map(|(page, (_, byte))| {
                 let (first, end) = (from.max(byte), until.min(byte + PAGE));
@@ -261,7 +260,7 @@ mod tests {
                 (extents.bytes_at(file, from, until - from).collect::<Vec<_>>(), expected.collect::<Vec<_>>());
             back.sort_unstable();
             expected.dedup_by(|next, kept| {
-                // What is side by side in the region and in the file is one answer.
+                // Bytes that are neighbours both in the region and in the file are in one range of the result.
                 let joins = kept.0 + kept.1 == next.0
                     && extents.run_end(PageIdx::containing(kept.0)) > PageIdx::containing(next.0);
                 kept.1 += if joins { next.1 } else { 0 };

@@ -25,7 +25,6 @@ pub enum FillOutcome {
     Retry,
     /// The range is not registered (any more), or the process is gone.
     Gone,
-    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. No thread
-    /// was woken.
+    /// The page is in the file, but its bytes are lost: its memory failed, or its swap device. No thread was woken.
     Failed,
 }

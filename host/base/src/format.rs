@@ -46,7 +46,7 @@ pub struct Stamp {
     theirs.version, theirs.least_reader, ours.version, ours.oldest
 )]
 pub struct Unreadable {
-    /// The versions that it states.
+    /// The versions that the message or file states.
     pub theirs: Stamp,
     /// The versions that this program knows.
     pub ours: Format,
@@ -66,7 +66,7 @@ impl Format {
         Ok(())
     }
 
-    /// The same check, for a message of this build.
+    /// The format with this build's version, which is the next one in a test build (`next-format`).
     const fn of_message(self) -> Self {
         Self { version: self.version + cfg!(feature = "next-format") as u16, ..self }
     }
@@ -84,13 +84,12 @@ impl Format {
 }
 
 impl Stamp {
-    /// Returns it as one word of a file.
+    /// The stamp as one word of a file.
     pub const fn to_word(self) -> u64 {
         self.version as u64 | (self.least_reader as u64) << 32
     }
 
-    /// Reads it from a word of a file, which may have any value: a number that does not fit becomes the largest
-    /// version, which is refused.
+    /// Reads a stamp from a word of a file. Any value is read: larger numbers become the largest, which is refused.
     pub const fn from_word(word: u64) -> Self {
         const fn half(half: u64) -> u16 {
             if half > u16::MAX as u64 { u16::MAX } else { half as u16 }
@@ -197,7 +196,7 @@ mod tests {
         const FORMAT: Format = format(3, 2, 2);
     }
 
-    /// A version later: with more to say, and one more kind of message.
+    /// The messages one version later: more fields, and one more kind of message.
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     enum New {
         Say { seq: u64, words: Vec<String>, urgent: bool, why: Option<String>, count: u64, names: Vec<String> },

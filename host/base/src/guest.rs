@@ -2,8 +2,7 @@
 //!
 //! Before: a VMM names the addresses of a region; a PC has the part that does not fit below its PCI hole above 4 GiB.
 //! After: the host can translate a page of a region to a guest-physical page and back.
-//! Units: bytes. Promise: no I/O. Between its ends a range is linear; a device or a ROM that covers a part of it is not
-//! described.
+//! Units: bytes. Promise: no I/O. A range is linear; a device or ROM that covers a part of it is not described.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +11,7 @@ use crate::units::{Bytes, PAGE_SIZE};
 
 /// Most ranges that one region may have.
 pub const MAX_GUEST_RANGES: usize = 8;
-/// End of guest-physical addresses, as of the host's own.
+/// Bound on guest-physical addresses; the bound on host virtual addresses (`wire`) has this value, too.
 const ADDRESS_END: u64 = 1 << 56;
 
 /// A part of a region, and its guest-physical address.
@@ -27,8 +26,6 @@ pub struct GuestRange {
 }
 
 /// Check that a region of this length can have these ranges: whole pages, inside it, no byte and no address twice.
-///
-/// # Errors The ranges are invalid; the error says why.
 pub fn check_guest_ranges(region: Bytes, ranges: &[GuestRange]) -> Result<(), Invalid> {
     if ranges.len() > MAX_GUEST_RANGES {
         return Err(format!("{} guest-physical ranges; at most {MAX_GUEST_RANGES} are allowed", ranges.len()).into());

@@ -1,11 +1,10 @@
 //! Why a value cannot be used.
 //!
-//! Before: a person, a file or another process gave the value. After: people read what is wrong with it.
+//! Before: a person, a file or another process gave the value. After: people read the reason.
 
 use std::borrow::Cow;
 
-/// A value that cannot be used: what is wrong with it, as the end of a sentence. Programs do not tell one reason from
-/// another.
+/// What is wrong with a value, as the end of a sentence. Programs do not tell one reason from another.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(Cow<'static, str>);

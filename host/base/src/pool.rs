@@ -1,6 +1,6 @@
 //! Requests of a VMM's process to the pool, and the replies: messages on the pool's socket.
 //!
-//! Before: a process is to have RAM from the pool. After: it has descriptors of files beside the answer, and maps them.
+//! Before: a process is to have RAM from the pool. After: it has descriptors of files beside the reply, and maps them.
 //! Threads: none; plain values. Units: bytes. Promise: as for `wire`: both sides check what they receive.
 
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ pub enum Pages {
     /// Huge pages of 2 MiB, wherever they are.
     #[default]
     Slices,
-    /// The same; whole GiB of addresses first.
+    /// Huge pages of 2 MiB, in whole GiB of addresses as far as possible.
     Mix,
     /// Pages of 1 GiB.
     Gib,
@@ -76,8 +76,7 @@ pub enum Nodes {
 }
 
 impl Nodes {
-    /// The nodes for a piece of RAM of this size. A split is of all of a VM's memory at its start; memory added later
-    /// is balanced over the same nodes.
+    /// The nodes for a piece of RAM of this size. A split is for a VM's start; later memory is balanced over its nodes.
     #[must_use]
     pub fn of_piece(self, size: Bytes) -> Self {
         match self {
@@ -118,7 +117,7 @@ impl std::fmt::Display for Nodes {
             Self::Any => f.write_str("any"),
             Self::One(node) => write!(f, "{node}"),
             Self::Balanced(nodes) => f.write_str(&join(nodes.iter().map(u32::to_string).collect())),
-            // In bytes: a size of which a digit is rounded away would be another one.
+            // In bytes: a size that is rounded for display would be another size.
             Self::Split(parts) => {
                 f.write_str(&join(parts.iter().map(|(node, size)| format!("{node}={}B", size.0)).collect()))
             }
@@ -139,7 +138,7 @@ pub struct Take {
     pub nodes: Nodes,
 }
 
-/// The answer.
+/// The reply to a [`Take`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Given {
     /// The memory is in these parts of the files beside the message, in this order.
@@ -148,7 +147,6 @@ pub enum Given {
     Refused(String),
 }
 
-/// The versions of messages on the pool's socket.
 const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 
 impl Message for Take {
@@ -159,7 +157,7 @@ impl Message for Given {
     const FORMAT: Format = FORMAT;
 }
 
-/// Checks that an answer matches the request.
+/// Checks that a reply matches the request.
 pub fn check(extents: &[Extent], size: Bytes, pages: Pages, files: usize) -> Result<Extents, Invalid> {
     let checked = Extents::new(extents).map_err(|error| error.to_string())?;
     if extents.iter().map(|extent| extent.len.0).sum::<u64>() != size.0 || files > MAX_FILES {

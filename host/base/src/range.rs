@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::{Bytes, PageCount, PageIdx};
 
-/// Neighbouring pages of one region: `start` and those after it, before `end`.
+/// Neighbouring pages of one region, from `start` to before `end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageRange {
     start: PageIdx,
@@ -15,7 +15,7 @@ pub struct PageRange {
 }
 
 impl PageRange {
-    /// From `start` on, before `end`; empty if that is not after it.
+    /// The pages from `start` to before `end`; none if `end` is not after `start`.
     pub const fn new(start: PageIdx, end: PageIdx) -> Self {
         Self { start, end: if end.0 < start.0 { start } else { end } }
     }
@@ -55,12 +55,12 @@ impl PageRange {
         PageCount(self.count()).bytes()
     }
 
-    /// Has it no pages?
+    /// Does the range have no pages?
     pub const fn is_empty(self) -> bool {
         self.start.0 == self.end.0
     }
 
-    /// Is this page one of them?
+    /// Is this page in the range?
     pub const fn contains(self, page: PageIdx) -> bool {
         self.start.0 <= page.0 && page.0 < self.end.0
     }
@@ -80,12 +80,12 @@ impl PageRange {
         (self.start.0..self.end.0).map(PageIdx)
     }
 
-    /// The first page and every `granule`-th after it.
+    /// The first page, and each `granule`-th after it.
     pub fn step_by(self, granule: u64) -> impl Iterator<Item = PageIdx> + Clone {
         (self.start.0..self.end.0).step_by(granule as usize).map(PageIdx)
     }
 
-    /// The units that it touches.
+    /// The units that have a page of the range.
     pub const fn units(self) -> std::ops::Range<u64> {
         if self.is_empty() { 0..0 } else { self.start.unit()..self.end.0.div_ceil(crate::PAGES_PER_UNIT) }
     }

@@ -38,14 +38,14 @@ pub struct PageKey {
 }
 
 impl RegionKey {
-    /// A page of it.
+    /// The key of a page of this region.
     pub const fn page(self, page: PageIdx) -> PageKey {
         PageKey { region: self, page }
     }
 }
 
 impl PageKey {
-    /// This page and those after it, each with its handle.
+    /// The keys of this page and of those after it, each with its handle.
     pub fn run(self, handles: impl IntoIterator<Item = Handle>) -> Vec<(Self, Handle)> {
         (self.page.0..).map(|page| self.region.page(PageIdx(page))).zip(handles).collect()
     }
@@ -79,8 +79,7 @@ pub enum PutOutcome {
     Stored(Handle),
     /// The byte budget is used up. Nothing was kept.
     Full,
-    /// The store could not take it in time (stalled device, lost connection). Nothing was kept: the page stays where
-    /// it is.
+    /// The store could not take it in time (stalled device, lost connection). Nothing was kept.
     Busy,
 }
 
@@ -101,9 +100,9 @@ pub enum GetOutcome {
 pub const RAM_STORE: u8 = 1;
 /// Number of the store in a file: where pages go that have been far for long.
 pub const FILE_STORE: u8 = 2;
-/// Number of the store in a cluster of other machines: where they go if there is no file, or it is full.
+/// Number of the store in a cluster of other machines: where such pages go if there is no file store, or it is full.
 pub const REMOTE_STORE: u8 = 3;
-/// Number of the store that a group of VMs shares: where their evicted pages go, in the place of the first.
+/// Number of the store that a group of VMs shares: it takes the place of the RAM store for their evicted pages.
 pub const GROUP_STORE: u8 = 4;
 
 /// A set of store numbers.
@@ -114,7 +113,7 @@ impl StoreSet {
     /// The set of all numbers.
     pub const ALL: Self = Self([u64::MAX; 4]);
 
-    /// The same without this one.
+    /// This set without one number.
     #[must_use]
     pub const fn without(mut self, number: u8) -> Self {
         self.0[number as usize / 64] &= !(1 << (number % 64));
@@ -160,7 +159,7 @@ impl StoreUsage {
     }
 }
 
-/// Gets the descriptor that has input when a reply comes, as [`SlowStore::begin`] says.
+/// Receives the descriptor that has input when a reply comes: see [`SlowStore::begin`].
 pub type OnReply<'a> = &'a (dyn Fn(BorrowedFd<'_>) + Sync);
 
 /// Who waits for the bytes of a read.
@@ -168,8 +167,8 @@ pub type OnReply<'a> = &'a (dyn Fn(BorrowedFd<'_>) + Sync);
 pub enum Reader {
     /// A guest's thread.
     Guest,
-    /// No thread of a guest: pages are read ahead, or all are brought back. Errors that such a read meets are not the
-    /// guest's, and it gives up no page of a disk that is gone for a while.
+    /// No thread of a guest: pages are read ahead, or all are brought back. The errors of these reads do not count as
+    /// the guest's, and no page of a disk that is gone for a while is given up.
     Background,
 }
 
@@ -181,7 +180,7 @@ pub enum Ends<'a> {
     /// The caller has a lock, and the number of threads that want it is not zero any more. A read goes on until its
     /// first wait for a page is over, at most 0.1 s: else none would succeed while the lock is wanted often.
     Wanted(&'a AtomicU32),
-    /// The read never waits: it follows [`SlowStore::begin`]. If the reply is not there, this gets its descriptor.
+    /// The read never waits: it takes the page of a [`SlowStore::begin`], or this gets its descriptor again.
     AtOnce(OnReply<'a>),
 }
 
@@ -195,30 +194,30 @@ impl std::fmt::Debug for Ends<'_> {
     }
 }
 
-/// For whom a store reads, until when, and the event that ends the read before that.
+/// For whom a store reads, how long, and which event ends the read early.
 #[derive(Clone, Copy, Debug)]
 pub struct IoContext<'a> {
     /// Who waits for the bytes.
     pub reader: Reader,
-    /// When the read is over, if that is before the store's own bound.
+    /// The time at which the read ends, if that is before the store's own bound.
     pub until: Option<Instant>,
-    /// The event that ends it.
+    /// The event that ends the read early.
     pub ends: Ends<'a>,
 }
 
 impl<'a> IoContext<'a> {
     /// A guest's thread waits, as long as the store's own bound lasts.
     pub const GUEST: Self = Self { reader: Reader::Guest, until: None, ends: Ends::Never };
-    /// The same for nobody's thread.
+    /// A background read, as long as the store's own bound lasts.
     pub const BACKGROUND: Self = Self { reader: Reader::Background, ..Self::GUEST };
 
-    /// The same until this time at most.
+    /// This context with an earlier end of the read.
     #[must_use]
     pub fn until(self, until: Instant) -> Self {
         Self { until: Some(self.until.map_or(until, |before| before.min(until))), ..self }
     }
 
-    /// The same with another event that ends it.
+    /// This context with another event that ends the read.
     #[must_use]
     pub const fn ended_by(self, ends: Ends<'a>) -> Self {
         Self { ends, ..self }
@@ -254,14 +253,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Read the bytes into `out`. After any outcome except `Found`, the content of `out` is unspecified. Any 40-bit
     /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
     ///
-    /// With [`Ends::AtOnce`] a [`SlowStore`] returns `Found` or `Busy`. If it did not pass the descriptor on either,
-    /// the page was not begun, or the reply is not the page: a get that may wait asks for it again. The caller has the
-    /// page locked for each get: its handle may be another's than when it was begun.
+    /// With [`Ends::AtOnce`] a [`SlowStore`] returns `Found` or `Busy`. If it returns `Busy` and passed no descriptor
+    /// on, the read was not begun, or the reply is not the page: a get that may wait must ask for it again. The caller
+    /// locks the page for each get: since the read was begun, the handle may have been freed and given to another page.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome;
 
     /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
-    /// device writes up to 512 pages (2 MiB) as one extent if it can; the outcome for one page says nothing about the
-    /// next.
+    /// device writes up to 512 pages (2 MiB) as one extent if it can; the pages of a run may have different outcomes.
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         for (page, bytes) in (first.page.0..).zip(pages) {
             outcomes.push(self.put(PageKey { page: PageIdx(page), ..first }, bytes));
@@ -283,8 +281,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     }
 
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
-    /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages
-    /// suffers.)
+    /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages is
+    /// wrong.)
     fn free(&self, key: PageKey, handle: Handle);
 
     /// Do deferred work, such as returning memory, that no fault should wait for. Called now and then by a thread that
@@ -299,12 +297,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 pub trait DurableStore: Store {
     /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles),
     /// finish what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored;
-    /// `get` will return `Absent`. No other thread or process may use the store meanwhile.
+    /// `get` will return `Absent`. No other thread or process may use the store during this call.
     ///
-    /// # Errors It cannot be done now. Nothing was freed; the store works, and leaked objects stay until this is done.
+    /// # Errors
+    /// It cannot be done now. Nothing was freed; the store works, and leaked objects stay until this is done.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered>;
 
-    /// If only this process's memory knows which objects words name, they are said here.
+    /// For a store that knows only in this process's memory which objects words name: the calls that tell it.
     fn attach(&self) -> Option<&dyn Attach> {
         None
     }
@@ -312,21 +311,21 @@ pub trait DurableStore: Store {
 
 /// See [`DurableStore::attach`].
 pub trait Attach {
-    /// Another process has the same store for the same pages, and this one begins to use it, too: both get and free,
-    /// neither puts. `live` has all objects that words name, or have named since that process put its last page; some
-    /// may be gone by now. Only objects in `live` are freed.
+    /// Another process uses the store for these pages, and this one begins to use it, too: both get and free, neither
+    /// puts. `live` has all objects that words name, or have named since that process put its last page; some may be
+    /// gone by now. Only objects in `live` are freed.
     fn attach_shared(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>);
 
-    /// That other process no longer uses the store. `live` has the objects that words name now. This process has put
+    /// The other process no longer uses the store. `live` has the objects that words name now. This process has put
     /// nothing since [`Attach::attach_shared`], but may have freed objects.
     fn attach_exclusive(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>);
 }
 
 /// A store in this host's memory: it returns at once. Evicted pages go to one, and move on to a [`SlowStore`].
 pub trait NearStore: DurableStore {
-    /// The same as [`Store::get`]. `blob` becomes the form in which the store keeps the page, checked together with
-    /// `out`, for a store that keeps pages in that form ([`SlowStore::begin_put`]); empty: there is no such form. After
-    /// any outcome except `Found`, both are unspecified.
+    /// As [`Store::get`]. `blob` becomes the form in which the store keeps the page, checked together with `out`, for a
+    /// store that keeps that form ([`SlowStore::begin_put`]); empty: there is none. Without `Found`, both are
+    /// unspecified.
     fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
         blob.clear();
         self.get(key, handle, out, IoContext::BACKGROUND)
@@ -338,8 +337,7 @@ pub trait NearStore: DurableStore {
         self.get(key, handle, &mut now, IoContext::BACKGROUND) == GetOutcome::Found && now == *bytes
     }
 
-    /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
-    /// by moving it to another store.
+    /// Does the object of this handle occupy memory? Moving a page that is kept in its handle would free nothing.
     fn takes_room(&self, handle: Handle) -> bool;
 
     /// Is more than 15/16 of the budget used? Asked often, so it must be cheap.
@@ -348,18 +346,18 @@ pub trait NearStore: DurableStore {
 
 /// A store that may wait for a device or for other machines.
 pub trait SlowStore: DurableStore {
-    /// This page is about to be got. The store sends the request now, if it can do so without waiting; before that
-    /// `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent. A get with
-    /// [`Ends::AtOnce`] takes the page.
+    /// This page will be read soon. The store sends the request now, if it can do so without waiting; before that
+    /// `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent; see
+    /// [`Ends::AtOnce`].
     fn begin(&self, _key: PageKey, _handle: Handle, _watch: OnReply<'_>) -> bool {
         false
     }
 
-    /// The same as [`Store::put_run`] in two steps: the pages are on their way when this returns, and the result waits
-    /// until they are stored and appends the outcomes. It must be called: if it is dropped, some of the pages may be
-    /// stored, and stay until [`DurableStore::recover`]. A store that does not wait for another machine does all of it
-    /// now. `blobs` is empty, or has the forms of the pages in another store, as [`NearStore::get_blob`] returned them:
-    /// a store that keeps that form does not compress the pages again.
+    /// [`Store::put_run`] in two steps: the pages are on their way when this returns, and the result waits until they
+    /// are stored and appends the outcomes. It must be called: if it is dropped, some of the pages may be stored, and
+    /// stay until [`DurableStore::recover`]. A store that waits for no other machine does all of it now. `blobs` is
+    /// empty, or has the forms of the pages in another store, as [`NearStore::get_blob`] returned them: a store that
+    /// keeps that form does not compress the pages again.
     fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], _blobs: &[Vec<u8>]) -> Ending {
         let mut outcomes = Vec::with_capacity(pages.len());
         self.put_run(first, pages, &mut outcomes);
@@ -371,8 +369,7 @@ pub trait SlowStore: DurableStore {
         false
     }
 
-    /// Is an operation under way that outlives this process, so that the next user must wait for it and recover
-    /// ([`DurableStore::recover`])?
+    /// Does an operation outlive this process, so that the next user must wait for it and [`DurableStore::recover`]?
     fn must_recover(&self) -> bool {
         false
     }
@@ -382,15 +379,15 @@ pub trait SlowStore: DurableStore {
         None
     }
 
-    /// Does it take no page now, however much room it has? Never waits.
+    /// Would it refuse any page now, for a reason other than its room? Never waits.
     fn refuses(&self) -> bool {
         false
     }
 }
 
-/// Is it all zeros?
+/// Is the page all zeros?
 pub fn is_zero(bytes: &PageBytes) -> bool {
-    // Compared in chunks the compiler turns into vector instructions.
+    // In chunks that the compiler turns into vector instructions.
     bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
 }
 

@@ -33,7 +33,7 @@ pub struct Stripes {
 }
 
 impl Stripes {
-    /// For a region of this length, in a process with this number of userfaultfds.
+    /// The stripes of a region of this length, in a process with this number of userfaultfds.
     pub fn new(region: PageCount, shards: usize) -> Self {
         // With one userfaultfd, all is one stripe.
         let even = region.0.div_ceil(MOST_STRIPES).max(1).next_multiple_of(PAGES_PER_CHUNK);

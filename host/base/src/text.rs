@@ -1,4 +1,4 @@
-//! Texts of others for people: what a terminal obeys, or does not show, is written as its number.
+//! Texts from outside, for people: a character that a terminal obeys, or does not show, is written as its number.
 //!
 //! Before: a client, a guest or an operator chose a text. After: it is a line in a log, a list, or a metric's label.
 //! Threads: any. Promise: two texts that differ are shown differently.
@@ -6,20 +6,19 @@
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Is it a control character, or one that changes how its neighbours are shown, or nothing at all?
+/// Is it a control character, or one that is invisible or changes how its neighbours are shown?
 fn is_hidden(c: char) -> bool {
     let others = ['\u{61c}', '\u{feff}'];
     let ranges = ['\u{200b}'..='\u{200f}', '\u{2028}'..='\u{202e}', '\u{2060}'..='\u{206f}'];
     c.is_control() || others.contains(&c) || ranges.iter().any(|range| range.contains(&c))
 }
 
-/// Is there something to escape at the beginning of this text?
+/// Does this text begin with a character that [`shown`] writes as an escape?
 fn escapes(text: &str) -> bool {
     text.starts_with(is_hidden) || text.starts_with("\\u{")
 }
 
-/// The text with `\u{1b}` in the place of a character that cannot be shown, and of the backslash of a text that looks
-/// like that.
+/// The text with an escape such as `\u{1b}` for each hidden character, and for a backslash that begins such an escape.
 pub fn shown(text: &str) -> Cow<'_, str> {
     if !text.char_indices().any(|(at, _)| escapes(&text[at..])) {
         return Cow::Borrowed(text);
@@ -27,7 +26,6 @@ pub fn shown(text: &str) -> Cow<'_, str> {
     let mut shown = String::with_capacity(text.len() + 16);
     for (at, c) in text.char_indices() {
         if escapes(&text[at..]) {
-            // Writing to a String cannot fail.
             let _ = write!(shown, "{}", c.escape_unicode());
         } else {
             shown.push(c);
@@ -36,8 +34,7 @@ pub fn shown(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// Lines of texts in which names are escaped already: only what a terminal obeys or does not show is escaped, except
-/// the ends of lines.
+/// As [`shown`], for lines in which names are escaped already: backslashes and ends of lines stay.
 pub fn lines_shown(text: &str) -> Cow<'_, str> {
     let escapes = |c| c != '\n' && is_hidden(c);
     if !text.contains(escapes) {
@@ -47,7 +44,7 @@ pub fn lines_shown(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(escape).collect())
 }
 
-/// The same as [`shown`] in printable ASCII.
+/// As [`shown`], in printable ASCII.
 pub fn ascii(text: &str) -> String {
     let escape = |c: char| if c.is_ascii() { c.to_string() } else { c.escape_unicode().to_string() };
     shown(text).chars().map(escape).collect()

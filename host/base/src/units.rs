@@ -60,8 +60,7 @@ impl fmt::Display for Bytes {
 #[error("Reading the size {0:?}: write a number with a unit, such as 512M, 1.5G or 4096B (powers of 1024)")]
 pub struct ParseBytesError(pub String);
 
-/// Accepts `512M`, `512MiB`, `1.5g`, `4096B`; the units are powers of 1024, parts of a byte are cut off, and a bare
-/// number is refused.
+/// Accepts `512M`, `512MiB`, `1.5g`, `4096B` (powers of 1024; parts of a byte are cut off), and no bare number.
 impl FromStr for Bytes {
     type Err = ParseBytesError;
 

@@ -1,8 +1,8 @@
 //! A VM's UUID, as its operator gave it.
 //!
 //! Before: the VMM's own command line has it (`-uuid`), or the program that links the client. After: the keeper keeps
-//! it in the VM's state file. Promise: text is one only in the form with hyphens, which QEMU and libvirt write; the
-//! UUID of zeros, which stands for none, is refused.
+//! it in the VM's state file. Promise: only the form with hyphens is read, which QEMU and libvirt write; the UUID of
+//! zeros, which stands for none, is refused.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +43,7 @@ impl FromStr for Uuid {
             *byte = u8::from_str_radix(&digits[at..at + 2], 16).map_err(|_| wrong())?;
         }
         let uuid = Self(bytes);
-        // Signs and hyphens elsewhere are no form of it.
+        // This refuses signs, and hyphens in other places.
         match uuid.to_string().eq_ignore_ascii_case(text) && bytes != [0; 16] {
             true => Ok(uuid),
             false => Err(wrong()),

@@ -47,12 +47,12 @@ impl std::fmt::Display for VmId {
     }
 }
 
-/// How many files of one store are beside a message: what they are is the store's business.
+/// Number of the files of one store beside a message. Their meaning is known to the store alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreFiles {
     /// The number of the store (`ballast_base::store`).
     pub store: u8,
-    /// How many.
+    /// Number of its files.
     pub count: u8,
 }
 
@@ -82,10 +82,10 @@ impl RegionInfo {
         Self { span: Span { hva, len }, extents: vec![Extent { file: 0, offset, len }], guest_address: None }
     }
 
-    /// What it is made of.
+    /// The extents of the region, checked.
     ///
     /// # Errors
-    /// It cannot be; the error names the region.
+    /// They are invalid; the error names the region.
     pub fn checked(&self) -> Result<Extents, Invalid> {
         let extents = Extents::new(&self.extents);
         extents
@@ -105,7 +105,7 @@ pub struct Attach {
     pub name: String,
     /// Its UUID, if its operator gave it one.
     pub uuid: Option<Uuid>,
-    /// Limit at attach; `None`: none.
+    /// Limit at attach; `None`: no limit.
     pub limit: Option<Bytes>,
     /// The VMM program, for display.
     pub vmm: String,
@@ -123,13 +123,13 @@ pub struct Attach {
     pub may_pin: bool,
     /// The RAM.
     pub regions: Vec<RegionInfo>,
-    /// Set when this process was attached before and the keeper died: the VM it was.
+    /// Set when this process was attached before and the keeper died: the VM of that attachment.
     pub resume: Option<VmId>,
     /// On resume: the files of stores that were in escrow, in the order in which they came.
     pub stores: Vec<StoreFiles>,
 }
 
-/// Number of all these files.
+/// Number of the files of all these stores.
 pub fn count_files(stores: &[StoreFiles]) -> usize {
     stores.iter().map(|store| usize::from(store.count)).sum()
 }
@@ -161,7 +161,7 @@ impl Attach {
     }
 }
 
-/// Is no store named twice, and are there no more files than may be?
+/// Check that no store is named twice, and that there are at most [`MAX_STORE_FILES`] files.
 pub fn check_stores(stores: &[StoreFiles]) -> Result<(), Invalid> {
     let files = count_files(stores);
     if files > MAX_STORE_FILES {
@@ -176,7 +176,7 @@ pub fn check_stores(stores: &[StoreFiles]) -> Result<(), Invalid> {
 }
 
 /// The name of a VM as it travels, is stored and is shown: characters that cannot be shown, and the backslash, are
-/// escaped as in Rust. Two names stay two.
+/// escaped as in Rust. Different names stay different.
 pub fn shown_name(name: &str) -> String {
     let mut shown = String::with_capacity(name.len());
     let mut buffer = String::new();
@@ -192,7 +192,7 @@ pub fn shown_name(name: &str) -> String {
     shown
 }
 
-/// Is this a name a VM may have, as [`shown_name`] writes it?
+/// Check that a VM may have this name, as [`shown_name`] writes it.
 pub fn check_name(name: &str) -> Result<(), Invalid> {
     if name.is_empty() || name.len() > MAX_NAME {
         return Err(format!(
@@ -210,8 +210,8 @@ pub fn check_name(name: &str) -> Result<(), Invalid> {
     Ok(())
 }
 
-/// Are these regions page-aligned, non-empty, within the address space and apart from each other, there and in the
-/// files of their message, of which there are `files`?
+/// Check that these regions are page-aligned, non-empty, within the address space and apart from each other, in
+/// addresses and in the files of their message, of which there are `files`.
 pub fn check_regions(regions: &[RegionInfo], files: u8) -> Result<(), Invalid> {
     if files == 0 || usize::from(files) > MAX_FILES {
         return Err(format!("{files} RAM files announced; 1 to {MAX_FILES} are allowed").into());
@@ -240,7 +240,7 @@ pub fn check_regions(regions: &[RegionInfo], files: u8) -> Result<(), Invalid> {
     }
 }
 
-/// Are these page-aligned, non-empty, within the address space, and apart from each other?
+/// Check that these are page-aligned, non-empty, within the address space, and apart from each other.
 pub fn check_spans(spans: &[Span]) -> Result<(), Invalid> {
     /// The user half of the x86-64 address space (5-level paging included).
     const ADDRESS_END: u64 = 1 << 56;
@@ -280,26 +280,23 @@ pub enum ClientToKeeper {
     Pin(String),
     /// From now on [`Attach::may_pin`] is true. Wait for the answer before the first such access.
     MayPin,
-    /// Guest-physical addresses of the region that is mapped here, if the VMM learns them later. They replace earlier
-    /// ones.
+    /// Guest-physical addresses of the region that is mapped here, if the VMM learns them later. Replaces earlier ones.
     GuestRanges {
         /// Where it is mapped.
         hva: Hva,
         /// At most [`crate::guest::MAX_GUEST_RANGES`].
         ranges: Vec<GuestRange>,
     },
-    /// So much of the guest's RAM is not managed now, and why. Without an attach before it: a whole VM of this name,
-    /// and there is no reply.
+    /// This part of the guest's RAM is not managed. Before an attach: the whole VM of this name, and there is no reply.
     Unmanaged {
         /// The VM, as [`shown_name`] writes it.
         name: String,
-        /// How much; 0 where it is not known.
+        /// Bytes that are not managed; 0 if unknown.
         len: Bytes,
         /// For the operator.
         why: String,
     },
-    /// Give me `/dev/userfaultfd`, open: I may not open it myself. Before an attach. Answered by
-    /// [`KeeperToClient::Device`].
+    /// Give me `/dev/userfaultfd`, open. Sent before an attach. Answered by [`KeeperToClient::Device`].
     Device,
 }
 
@@ -333,8 +330,7 @@ pub type Range = (Hva, u64);
 pub enum EngineToClient {
     /// Drop the page-table entries of these ranges, then answer [`ClientToEngine::Zapped`].
     Zap {
-        /// The answer repeats it. The upper half is the engine's epoch, so an answer meant for a dead engine is
-        /// recognised.
+        /// The answer repeats it. The upper half is the engine's epoch, which shows answers meant for a dead engine.
         seq: u64,
         /// At most [`MAX_RANGES`].
         ranges: Vec<Range>,
@@ -360,7 +356,7 @@ pub enum EngineToClient {
     AgentPort,
     /// All of this range, whole units of a region, is in memory and has no copy, until its next [`Self::Zap`].
     Settled {
-        /// In the process that hears it.
+        /// The range in the receiving process.
         range: Range,
     },
 }

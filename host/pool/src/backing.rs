@@ -1,15 +1,16 @@
-//! What the pool has for VMs on demand on each node, and how much of that may be promised.
+//! The backing of VMs on demand on each node (the slices that the pool has for them), and what may be promised of it.
 //!
-//! Each node keeps its own promises, because a page for a touch is of one node. What these VMs can have far is of all
-//! nodes together, where stores take the memory of any ([`Far`]): what one node has promised beyond what it has is no
-//! more there for the others.
+//! Each node keeps its own promises, because the page for a touch is of one node. The memory that these VMs can have
+//! far is common to all nodes, where stores take the memory of any ([`Far`]): the part that one node needs, because it
+//! promised more than its backing, is not there for the others.
 //!
-//! What is not zeroed yet counts for promises that were made, and for no new one: a process that is not the VM's any
-//! more may hold its pages.
+//! Slices that are not zeroed yet count for promises that were made, and not for a new one: a process that is no longer
+//! the VM's may hold their pages.
 //!
 //! Before: a VM is to have memory, or some is to be lent. After: `demand`, `reserve` and `lend` know whether all
-//! promises are kept then. Threads: the owner's. Units: slices. Promise: where a function here says that promises are
-//! kept, each node has enough for what its VMs cannot have far, and all VMs can have the rest far at the same time.
+//! promises would be kept. Threads: the owner's. Units: slices. Promise: where a function here says that promises are
+//! kept, each node has enough for the part that its VMs cannot have far, and all VMs can have the rest far at the same
+//! time.
 
 use std::collections::BTreeMap;
 
@@ -23,25 +24,24 @@ use crate::live::Live;
 use crate::promises::{Far, Lacks, OnDemand, Overcommitted, TERMS_FILE, Terms};
 use crate::reserve::Reserve;
 
-/// Memory on demand of a node, and what the pool has for it.
 #[derive(Clone, Copy, Debug)]
 struct Backed {
     numa: u32,
     now: OnDemand,
     backing: u32,
-    /// How much of that is not zeroed yet: a process may hold its pages, for how long nobody knows.
+    /// The part of the backing that is not zeroed yet: a process may hold its pages, for an unknown time.
     unzeroed: u32,
 }
 
 impl Backed {
-    /// What is there for certain. A promise that was made counts on all, a new one on this.
+    /// The backing that is there for certain. An old promise counts on all of the backing, a new one on this part.
     fn certain(&self) -> u32 {
         self.backing - self.unzeroed
     }
 }
 
 impl Reserve {
-    /// Lets the pool promise VMs on demand this many percent of what it has for them.
+    /// Lets the pool promise VMs on demand this percentage of their backing.
     ///
     /// # Errors
     /// The percents are out of range, memory of this pool does not come on demand, or the directory cannot be written.
@@ -54,10 +54,7 @@ impl Reserve {
         Ok(())
     }
 
-    /// Could [`set_overcommit`](Self::set_overcommit) be done?
-    ///
-    /// # Errors
-    /// As there.
+    /// Checks whether [`set_overcommit`](Self::set_overcommit) would succeed.
     pub fn check_overcommit(&self, percent: u32) -> Result<(), Error> {
         let range = Terms::PERCENTS;
         match self.host.page() {
@@ -70,25 +67,22 @@ impl Reserve {
         }
     }
 
-    /// Checks that no node lacks more than this for what it has promised.
+    /// Checks that no node lacks more than in `before` for its promises.
     ///
     /// # Errors
-    /// It does, by what was last said of what VMs on demand can have far.
+    /// A node does, by the last [`set_far`](Self::set_far).
     pub fn check_kept(&self, before: &Lacks) -> Result<(), Error> {
         self.live.as_ref().map_or(Ok(()), |live| live.keeps_promises(before))
     }
 
-    /// Says how much of what VMs on demand were promised they can have far.
+    /// Sets how much of their promised memory VMs on demand can have far.
     pub fn set_far(&mut self, far: Far) {
         if let Some(live) = &mut self.live {
             live.far = far;
         }
     }
 
-    /// Returns what the pool has for VMs on demand on each node that has promised them more, by its number on the host.
-    ///
-    /// # Errors
-    /// The kernel does not tell how many pages a VM has.
+    /// Returns the figures of each node that has promised VMs on demand more than their backing, by its host number.
     pub fn overcommitted(&self) -> Result<BTreeMap<u32, Overcommitted>, Error> {
         let Some(live) = self.live.as_ref().filter(|live| !live.promises.is_empty()) else {
             return Ok(BTreeMap::new());
@@ -96,7 +90,7 @@ impl Reserve {
         let mut found = BTreeMap::new();
         for numa in live.each_node() {
             let now = live.on_demand_of(numa)?;
-            // It has more in any case, and to look at every slice takes milliseconds.
+            // Such a node has enough in any case, and to count its slices takes milliseconds.
             if now.promised <= live.ready(numa) + now.aside {
                 continue;
             }
@@ -107,10 +101,7 @@ impl Reserve {
         Ok(found)
     }
 
-    /// Returns what VMs on demand have of what they were promised of this node.
-    ///
-    /// # Errors
-    /// The kernel does not tell how many pages a VM has.
+    /// Returns the memory of this node that VMs on demand have touched of what they were promised.
     pub fn on_demand_touched(&self, numa: u32) -> Result<Bytes, Error> {
         self.live.as_ref().map_or(Ok(Bytes(0)), |live| Ok(live.page.size(live.on_demand_of(numa)?.touched)))
     }
@@ -130,7 +121,7 @@ impl Reserve {
 }
 
 impl Live {
-    /// What may be promised to a VM on demand now, by node.
+    /// The slices that may be promised to a VM on demand now, by node.
     pub(crate) fn left_for_demand(&self) -> Result<BTreeMap<u32, u32>, Error> {
         let nodes = self.backed()?;
         let left = |(at, node): (usize, &Backed)| {
@@ -139,8 +130,7 @@ impl Live {
         Ok(nodes.iter().enumerate().map(left).collect())
     }
 
-    /// Slices of a node that are promised to nobody: free or set aside, less those that are needed for what VMs on
-    /// demand were promised.
+    /// Slices of a node that are promised to nobody: free or set aside, less those that promises on demand need.
     pub(crate) fn unpromised(&self, numa: u32) -> Result<u32, Error> {
         let nodes = self.backed()?;
         let at = nodes.iter().position(|node| node.numa == numa);
@@ -153,7 +143,7 @@ impl Live {
         has.saturating_sub(self.terms(nodes, at).least(node.now.promised))
     }
 
-    /// Returns what each node lacks for what it has promised to VMs on demand: it is not there, and cannot be far.
+    /// Returns the slices that each node lacks for its promises to VMs on demand, and that cannot be far.
     pub(crate) fn lacks(&self) -> Result<Lacks, Error> {
         if self.promises.is_empty() {
             return Ok(Lacks::new());
@@ -166,8 +156,8 @@ impl Live {
         self.terms(nodes, at).least(nodes[at].now.promised).saturating_sub(nodes[at].backing)
     }
 
-    /// Checks that no node lacks more than before for what it has promised, after another VM got memory (it also keeps
-    /// the rest of its last file from others), or was promised some.
+    /// Checks that no node lacks more than before for its promises, after another VM got memory (which also keeps the
+    /// rest of its last file from others) or a promise.
     pub(crate) fn keeps_promises(&self, before: &Lacks) -> Result<(), Error> {
         if self.promises.is_empty() {
             return Ok(());
@@ -183,7 +173,6 @@ impl Live {
         Ok(())
     }
 
-    /// The refusal of this many slices of a node, because fewer are left.
     pub(crate) fn promised_error_of(&self, numa: u32, wanted: u32, left: u32) -> Result<Error, Error> {
         let nodes = self.backed()?;
         let at = nodes.iter().position(|node| node.numa == numa).unwrap_or(0);
@@ -208,12 +197,11 @@ impl Live {
         Error::Promised { wanted: size(wanted), left: size(left), promised: size(now.promised), terms }
     }
 
-    /// What the pool has for VMs on demand.
+    /// The backing of VMs on demand on all nodes.
     pub(crate) fn backing(&self) -> Result<u32, Error> {
         Ok(self.backed()?.iter().map(|node| node.backing).sum())
     }
 
-    /// How a refusal names a node, if there are several.
     fn place(&self, numa: u32) -> String {
         if self.each_node().count() > 1 { format!(" on node {numa}") } else { String::new() }
     }
@@ -227,7 +215,7 @@ impl Live {
         Backed { numa, now, backing: self.ready_for_demand(numa) + unzeroed + now.aside, unzeroed }
     }
 
-    /// The terms of one of these nodes: the others need what they have promised beyond what they have.
+    /// The terms of the node at this index: the others need far memory for promises beyond their backing.
     fn terms(&self, nodes: &[Backed], at: usize) -> Terms {
         let others = nodes.iter().enumerate().filter(|(other, _)| *other != at);
         let others = others.map(|(_, node)| (node.now.promised, node.backing));
@@ -239,8 +227,8 @@ impl Live {
         u32::try_from(bytes.0 / self.page.bytes()).unwrap_or(u32::MAX)
     }
 
-    /// Slices of a node that VMs on demand can have once they are zeroed: in no file of which another VM has a part.
-    /// What waits for a page that a process holds is not among them.
+    /// Slices of a node that VMs on demand can have once they are zeroed: those in no file of which another VM has a
+    /// part, without those that wait for a page that a process holds.
     fn unzeroed(&self, numa: u32) -> u32 {
         let aside = self.aside_domain();
         let is_open = |at| self.pool.domain(at).is_none_or(|domain| Some(domain) == aside);
@@ -249,18 +237,16 @@ impl Live {
         unzeroed.saturating_sub(self.waiting_of(numa).filter(|at| is_open(*at)).count() as u32)
     }
 
-    /// Slices of a node that any VM can have.
     fn ready(&self, numa: u32) -> u32 {
         let stats = self.node(numa).ok().and_then(|node| self.pool.stats(node));
         stats.map_or(0, |stats| stats.ready - stats.fenced)
     }
 
-    /// Slices of a node that can be set aside now.
     pub(crate) fn ready_for_demand(&self, numa: u32) -> u32 {
         self.ready(numa) + self.ready_aside(numa)
     }
 
-    /// Slices of a node, of the files of what is set aside, that are zeroed: only that can get them.
+    /// Zeroed slices of a node that are in the files of slices set aside: no other VM can have them.
     fn ready_aside(&self, numa: u32) -> u32 {
         let Some(domain) = self.aside_domain() else { return 0 };
         self.count(numa, |at| {
@@ -268,7 +254,6 @@ impl Live {
         })
     }
 
-    /// Counts slices of a node.
     fn count(&self, numa: u32, is_one: impl Fn(SliceIdx) -> bool) -> u32 {
         let here = self.first_slices().filter(|(_, spec)| spec.numa == numa);
         let slices = here.flat_map(|(first, spec)| (first..first + spec.slices).map(SliceIdx));

@@ -28,7 +28,7 @@ pub struct NodeMemory {
     pub memory: Memory,
 }
 
-/// The decision.
+/// The memory that each node gives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shares {
     /// Slices that each node gives beyond those the pool has, by the number of the node on the host.
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn pages_of_a_gib_are_given_whole() {
         let shares = divide(Want::Bytes(Bytes(5 << 29)), &[node(0, 1, 2)], Bytes(2 * GIB), Page::Gib);
-        // 3 would be 2.5 GiB; one is there, and of the 2 GiB that are free 1 GiB stays with the host.
+        // 3 pages would be 2.5 GiB of each node. One is there, and of 2 free GiB 1 GiB stays with the host.
         assert_eq!(shares.more, [(0, 1)]);
         assert!(shares.notes[0].contains("node 0 can give 2 GiB of the 3 GiB"), "{:?}", shares.notes);
     }

@@ -1,10 +1,11 @@
-//! A change of the kernel's number of huge pages: the pages of others are noted before, and keep their number.
+//! A change of the kernel's number of huge pages: the pages of other users are noted before, and their number stays.
 //!
-//! Before: `reserve`, `lend` or `owed` is about to change how many pages the kernel reserves. After: its number is that
-//! of the others' pages plus that of the pool's by its state and what it owes, whether the change succeeded or not.
+//! Before: `reserve`, `lend` or `owed` is about to change how many pages the kernel reserves. After: the kernel's
+//! number is that of the others' pages plus that of the pool's by its state and what the pool owes, whether the change
+//! succeeded or not.
 //! Threads: the owner's. Units: huge pages.
 //! Promise: a change that failed is undone or completed at once. If that fails as well, or if its author died, this is
-//! done before the next change, so that no change takes pages for those of others that are not.
+//! done before the next change, so that a later change never takes pages of the pool for pages of others.
 
 use crate::map::SliceState;
 
@@ -17,7 +18,7 @@ impl Reserve {
     pub(crate) fn change(&mut self, change: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
         self.begin()?;
         if let Err(error) = change(self) {
-            // Not later: others may change the number meanwhile, and that would be undone as well.
+            // At once: others may change the number meanwhile, and a later recovery would undo their change as well.
             if let Err(error) = self.recover() {
                 tracing::warn!("Undoing a change of the pool that failed: {error}");
             }
@@ -55,7 +56,6 @@ impl Reserve {
         self.end()
     }
 
-    /// Notes that the change is done.
     fn end(&mut self) -> Result<(), Error> {
         self.journal.end().during("Ending the pool's journal")
     }

@@ -1,22 +1,22 @@
-//! Memory on demand: a VM has places for all of its memory at once, and a page for a place when it is touched.
+//! Memory on demand: a VM has places for all of its memory at once, and gets a page for a place at its first touch.
 //!
-//! The places are a file of the VM's own for each node, together as long as its memory and empty. A page for it is
-//! allocated by the engine that serves the touch (userfaultfd; `ballast_sys::memfd::is_on_demand` says why it must be),
-//! and it is a free huge page of the kernel. So that there is one, the pool *sets slices aside*: it takes them as a VM
-//! does, and punches them out of their files. As many are set aside as such VMs have pages, and some more. Slices that
-//! are set aside are used ones in the state, under numbers that no VM has (their name is `promises::ASIDE`). So each
-//! page has an owner at any moment: after a death the next owner punches what is set aside again, and changes it.
+//! The places are a file of the VM's own for each node, together as long as its memory, and empty. The engine that
+//! serves a touch (userfaultfd; `ballast_sys::memfd::is_on_demand` says why it must) allocates the page for it, a free
+//! huge page of the kernel. So that there is a free page, the pool *sets slices aside*: it takes them as for a VM, and
+//! punches them out of their files. As many are set aside as such VMs have pages, and some more. Slices that are set
+//! aside are used ones in the state, under numbers that no VM has (their name is `promises::ASIDE`). So each page has
+//! an owner at any moment: after a death the next owner of the pool punches them again, and adapts their number.
 //!
 //! Pages and slices have no fixed relation: when a VM ends, or gives memory back, its pages are free, fewer slices need
 //! to be set aside, and the others are filled again.
 //!
-//! What was promised is kept: a promise, to a VM on demand or to one that gets its memory at once, or a loan to the
-//! host, is made only if the pool has as many pages beside all other promises (`backing`). An operator may let it
-//! promise VMs on demand more than it has for them, as far as they can have the rest far; who owns the pool says how
-//! far that is ([`Reserve::set_far`]), and makes room in time ([`Reserve::overcommitted`]).
+//! A promise is kept: one to a VM on demand or to a VM that gets its memory at once, or a loan to the host, is made
+//! only if the pool has as many pages beside all other promises (`backing`). An operator may let the pool promise VMs
+//! on demand more than it has for them, as far as they can have the rest far. The owner of the pool says how much that
+//! is ([`Reserve::set_far`]), and makes room in time ([`Reserve::overcommitted`]).
 //!
 //! Before: `reserve` has a pool. After: descriptors as of [`Reserve::grant`], and free pages. Threads: the owner's.
-//! Units: slices. Promise: as for the crate; what a VM finds at a first touch is zero, because the engine fills it.
+//! Units: slices. Promise: as for the crate; a page is zero at its first touch, because the engine fills it.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -38,7 +38,7 @@ impl Reserve {
     /// Gives a VM places for this much memory of these nodes, and no page yet.
     ///
     /// # Errors
-    /// The pool has fewer pages that are promised to nobody, or pages of 1 GiB.
+    /// The pool has fewer pages that are promised to nobody, or it has pages of 1 GiB.
     pub fn grant_on_demand(&mut self, name: &str, size: Bytes, nodes: &Nodes) -> Result<Grant, Error> {
         let page = self.host.page();
         let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
@@ -68,9 +68,9 @@ impl Reserve {
             }
         };
         let lacked = live.lacks()?;
-        // The promise first: a file without one has no known owner.
+        // The promise comes first: a file without a promise has no known owner.
         live.promises.insert(vm, Promise { name: name.to_owned(), slices, parts: parts.clone() });
-        // Each of its nodes may have counted on the same room in the far stores.
+        // Each of the VM's nodes may have counted on the same room in the far stores.
         if parts.len() > 1
             && let Err(error) = live.keeps_promises(&lacked)
         {
@@ -91,7 +91,7 @@ impl Reserve {
         let files: Vec<OwnedFd> = match opened {
             Ok(files) => files,
             Err(error) => {
-                // No process has it: as if it had ended.
+                // No process has its files, so this forgets it like a VM that ended.
                 let _ = self.tend_on_demand();
                 return Err(error);
             }
@@ -107,10 +107,7 @@ impl Reserve {
         self.live.as_ref().is_some_and(|live| !live.promises.is_empty() || live.aside().next().is_some())
     }
 
-    /// Returns the files of VMs on demand, and of which node and how much was promised in each.
-    ///
-    /// # Errors
-    /// The kernel does not tell which file it is.
+    /// Returns the files of VMs on demand, with the node of each and the memory that was promised in it.
     pub fn on_demand_files(&self) -> Result<HashMap<FileId, (u32, Bytes)>, Error> {
         let Some(live) = &self.live else { return Ok(HashMap::new()) };
         let mut files = HashMap::new();
@@ -123,7 +120,6 @@ impl Reserve {
         Ok(files)
     }
 
-    /// Forgets VMs on demand that are gone, with their pages. Returns their number.
     pub(crate) fn tend_on_demand(&mut self) -> Result<usize, Error> {
         let Some(live) = &mut self.live else { return Ok(0) };
         let vms: Vec<(u64, usize)> = live.promises.iter().map(|(vm, promise)| (*vm, promise.parts.len())).collect();
@@ -144,10 +140,10 @@ impl Reserve {
         Ok(gone)
     }
 
-    /// Sets slices aside, or fewer, so that there are free pages for the next touches. Cheap if nothing is to be done.
+    /// Sets slices aside, or releases some, so that the next touches find free pages. Cheap if nothing must be done.
     ///
     /// # Errors
-    /// The kernel refuses. What is not set aside then, or because no slice is ready, is set aside by the next call.
+    /// The kernel refuses. The next call sets aside the slices that are missing then, or because none was ready.
     pub fn set_aside(&mut self) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         for numa in live.each_node().collect::<Vec<_>>() {
@@ -156,7 +152,7 @@ impl Reserve {
         Ok(())
     }
 
-    /// After an owner that may have died between setting slices aside and punching them.
+    /// Punches all slices set aside: the last owner may have died between setting slices aside and punching them.
     pub(crate) fn punch_all_aside(&mut self) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         let aside: Vec<VmId> = live.aside().map(|(vm, _)| vm).collect();
@@ -165,7 +161,6 @@ impl Reserve {
 }
 
 impl Live {
-    /// Sets slices of a node aside, or fewer.
     fn set_aside_of(&mut self, numa: u32, names: &Path) -> Result<(), Error> {
         let live = self;
         let (now, node) = (live.on_demand_of(numa)?, live.node(numa)?);
@@ -175,7 +170,7 @@ impl Live {
             while left > 0 {
                 let slices = left.min(now.step());
                 let (id, domain) = live.new_vm().during("Asking for random numbers")?;
-                // Of one domain, so that they share files, which no process has.
+                // All in one trust domain, so that they share files. No process has these.
                 let domain = live.aside_domain().unwrap_or(domain);
                 live.name(names, id.get(), ASIDE)?;
                 let parts = request::on_one_node(slices, node);
@@ -190,7 +185,7 @@ impl Live {
             }
             return Ok(());
         }
-        // Half a step more stays, so that a page that comes and goes moves nothing.
+        // Half a step more stays, so that a page that comes and goes moves no slices.
         let mut spare = (now.aside - wanted).saturating_sub(if now.promised == 0 { 0 } else { now.step() / 2 });
         let aside: Vec<(VmId, u32)> = live.aside_of(numa).collect();
         let mut released = false;
@@ -207,17 +202,17 @@ impl Live {
         Ok(())
     }
 
-    /// Is this what was set aside, and no VM?
+    /// Is this the number of slices set aside, and not a VM?
     pub(crate) fn is_aside(&self, vm: VmId) -> bool {
         self.names.get(&vm.0.get()).is_some_and(|name| name == ASIDE)
     }
 
-    /// What is set aside, and how much.
+    /// The numbers and sizes of the slices set aside.
     fn aside(&self) -> impl Iterator<Item = (VmId, u32)> {
         self.pool.tenants().filter(|tenant| self.is_aside(tenant.vm)).map(|tenant| (tenant.vm, tenant.slices))
     }
 
-    /// The same of a node.
+    /// As [`Self::aside`], of one node.
     fn aside_of(&self, numa: u32) -> impl Iterator<Item = (VmId, u32)> {
         let is_there = move |vm: &VmId| {
             let first = self.pool.segments(*vm).and_then(|segments| Some(segments.first()?.extent.start));
@@ -231,11 +226,10 @@ impl Live {
         self.pool.layout().nodes().map(|(_, spec)| spec.numa)
     }
 
-    /// The parts of a VM's memory, by node.
     fn demand_parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<(u32, u32)>, Error> {
         let parts = match nodes {
             Nodes::Any => {
-                // The smallest that is large enough, so that the others stay for larger VMs.
+                // The smallest node that is large enough, so that the others stay for larger VMs.
                 let left = self.left_for_demand()?.into_iter().filter(|(_, left)| *left >= slices);
                 match left.min_by_key(|(_, left)| *left) {
                     Some((numa, _)) => return Ok(vec![(numa, slices)]),
@@ -256,7 +250,6 @@ impl Live {
         self.each_node().try_fold(OnDemand::default(), |sum, numa| Ok(sum + self.on_demand_of(numa)?))
     }
 
-    /// Memory on demand of a node.
     pub(crate) fn on_demand_of(&self, numa: u32) -> Result<OnDemand, Error> {
         let (mut promised, mut touched) = (0, 0);
         for (vm, promise) in &self.promises {
@@ -268,7 +261,6 @@ impl Live {
         Ok(OnDemand { promised, touched, aside: self.aside_of(numa).map(|(_, slices)| slices).sum() })
     }
 
-    /// Pages that a VM on demand has.
     pub(crate) fn touched(&self, vm: u64, promise: &Promise) -> Result<u32, Error> {
         (0..promise.parts.len()).map(|part| self.touched_in(vm, part)).sum()
     }
@@ -278,7 +270,6 @@ impl Live {
         Ok((bytes.0 / self.page.bytes()) as u32)
     }
 
-    /// Gives the pages of slices that are set aside to the kernel.
     fn punch_aside(&mut self, vm: VmId) -> Result<(), Error> {
         const WHAT: &str = "Setting memory of the pool aside";
         for extent in self.pool.segments(vm).unwrap_or_default().into_iter().map(|segment| segment.extent) {

@@ -32,7 +32,7 @@ pub enum Error {
     /// There is too little memory, or the request is impossible. Caused by the caller.
     #[error("{0}; a slice is {1}")]
     Refused(Refused, Page),
-    /// The pool has less beside what it has promised to VMs on demand. Caused by the caller.
+    /// The pool has less than this beside its promises to VMs on demand. Caused by the caller.
     #[error(
         "{wanted} more cannot be promised: of what no VM has, {promised} are promised to VMs on demand, and {left} are \
          left{terms}"
@@ -40,11 +40,11 @@ pub enum Error {
     Promised {
         /// The request.
         wanted: Bytes,
-        /// What is promised to nobody.
+        /// Memory that is promised to nobody.
         left: Bytes,
-        /// Promised to VMs on demand.
+        /// Memory that is promised to VMs on demand.
         promised: Bytes,
-        /// Where more than there is may be promised: how much that is, and what is missing.
+        /// If the pool may promise more than it has: the percentage, and what is missing.
         terms: String,
     },
     /// The request is impossible. Caused by the caller.

@@ -30,9 +30,6 @@ use crate::reserve::Reserve;
 
 impl Reserve {
     /// Checks every page of the pool, if the kernel's count of failures has changed since the last check.
-    ///
-    /// # Errors
-    /// If the kernel does not say.
     pub fn find_failures(&mut self) -> Result<(), Error> {
         let pages = self.host.failed_pages().during("Asking how much memory has failed")?;
         if pages == self.failed_pages {
@@ -52,14 +49,14 @@ impl Reserve {
         self.mark(&found)
     }
 
-    /// Marks these, so that they are never handed out again, and records them for a report.
+    /// Marks these slices, so that they are never handed out again, and records them for a report.
     fn mark(&mut self, slices: &[SliceIdx]) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         for at in slices {
             let owner = match live.pool.poison(*at)? {
                 Hit::Known | Hit::NotOurs => continue,
                 Hit::Free => {
-                    // So that no file has a page of a failed slice without an owner (see `owed.rs`).
+                    // So no file has a page of a failed slice without an owner (see `owed.rs`).
                     live.empty(Extent { start: *at, slices: 1 }, |_| true)?;
                     None
                 }
@@ -79,14 +76,12 @@ impl Reserve {
 }
 
 impl Live {
-    /// Returns the node of this slice on the host.
     pub(crate) fn numa_of(&self, at: SliceIdx) -> u32 {
         let node = self.first_slices().filter(|(first, _)| *first <= at.0).last();
         node.map_or(0, |(_, spec)| spec.numa)
     }
 
-    /// Returns slices of this brick whose memory failed and that are not marked yet. Slices to be zeroed have no page,
-    /// or one that will be replaced.
+    /// Returns unmarked slices of this brick whose memory failed. The page of a slice to be zeroed does not matter.
     fn failed_in(&mut self, brick: Extent) -> Result<Vec<SliceIdx>, Error> {
         const WHAT: &str = "Looking for memory that failed";
         let has_page =
@@ -104,7 +99,7 @@ impl Live {
         failed.collect::<std::io::Result<_>>().during(WHAT)
     }
 
-    /// Returns pages that failed of VMs on demand and were not returned yet.
+    /// Returns failed pages of VMs on demand that were not returned before.
     fn failed_on_demand(&mut self) -> Vec<Failure> {
         let mut found = Vec::new();
         for (vm, promise) in &self.promises {

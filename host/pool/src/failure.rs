@@ -9,13 +9,13 @@ use crate::host::Page;
 /// A slice or page whose memory failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Its node.
+    /// The node of the slice or page.
     pub numa: u32,
-    /// The slice of the pool; `None`: a page of a VM on demand, which is no certain one.
+    /// The slice of the pool; `None`: a page of a VM on demand, which is in no slice.
     pub slice: Option<u32>,
-    /// Its size.
+    /// The size of the slice or page.
     pub page: Page,
-    /// Its VM, and where the VM has it; `None`: it has no owner.
+    /// Its VM, and its offset in the VM's memory; `None`: it has no owner.
     pub owner: Option<(String, Bytes)>,
 }
 

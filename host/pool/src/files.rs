@@ -31,7 +31,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Opens the file system at this directory, and creates both if they do not exist.
+    /// Opens the file system at this directory. Creates the directory and the mount if they do not exist.
     pub fn open(dir: &Path, page: Page, brick: Bytes) -> io::Result<Self> {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -41,8 +41,8 @@ impl Files {
         Ok(Self { dir: dir.into(), brick, open: BTreeMap::new() })
     }
 
-    /// Returns a brick. It is created if it does not exist. Of one that exists nothing is changed, since a VM that has
-    /// it can hold its lock as long as it likes: a brick gets its size before it gets its name.
+    /// Returns a brick, and creates it if it does not exist. A brick that exists is not changed, since a VM that has it
+    /// can hold its lock for any time: a brick gets its size before it gets its name.
     pub fn get(&mut self, number: u32) -> io::Result<Arc<OwnedFd>> {
         let Entry::Vacant(place) = self.open.entry(number) else { return Ok(self.open[&number].clone()) };
         is_mounted(&self.dir)?;
@@ -74,8 +74,8 @@ impl Files {
         Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
-    /// Creates a file of a VM on demand, this part of its memory and empty. It says what it is by a permission bit, and
-    /// of which node its pages are to be.
+    /// Creates an empty file of a VM on demand, for this part of its memory. A mode bit marks it; its group is the
+    /// node.
     pub fn make_on_demand(&self, vm: u64, part: usize, size: Bytes, node: Option<u32>) -> io::Result<()> {
         let (mode, path) = (0o600 | memfd::ON_DEMAND, on_demand(&self.dir, vm, part));
         let file = std::fs::File::options().write(true).create_new(true).mode(mode).open(path)?;
@@ -83,22 +83,22 @@ impl Files {
         file.set_len(size.0)
     }
 
-    /// Returns a new open file of it, through the VM's door.
+    /// Returns a new open file of such a file, through the VM's door.
     pub fn hand_out_on_demand(&self, vm: u64, part: usize) -> io::Result<OwnedFd> {
         Ok(std::fs::File::options().read(true).write(true).open(on_demand(&self.door(vm), vm, part))?.into())
     }
 
-    /// Returns the memory that it has.
+    /// Returns the memory that such a file has.
     pub fn on_demand_bytes(&self, vm: u64, part: usize) -> io::Result<Bytes> {
         match std::fs::metadata(on_demand(&self.dir, vm, part)) {
             Ok(file) => Ok(Bytes(file.blocks() * 512)),
-            // Its owner died before it was made.
+            // The owner of the pool died before it made the file.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Bytes(0)),
             Err(error) => Err(error),
         }
     }
 
-    /// Returns which file it is, if it was made.
+    /// Returns the identity of such a file, if it was made.
     pub fn on_demand_id(&self, vm: u64, part: usize) -> io::Result<Option<FileId>> {
         match std::fs::metadata(on_demand(&self.dir, vm, part)) {
             Ok(file) => Ok(Some(FileId { dev: file.dev(), ino: file.ino() })),
@@ -107,13 +107,13 @@ impl Files {
         }
     }
 
-    /// Returns which of its first pages failed, as many as are asked for.
+    /// Returns which of its first `pages` pages failed.
     pub fn failed_on_demand(&self, vm: u64, part: usize, page: Page, pages: u32) -> io::Result<Vec<u32>> {
         let file = match std::fs::File::options().read(true).write(true).open(on_demand(&self.dir, vm, part)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             file => file?,
         };
-        // Its VMM may have made it shorter.
+        // The VMM may have made it shorter.
         let pages = pages.min((memfd::size(&file)?.0 / page.bytes()) as u32);
         if pages == 0 {
             return Ok(Vec::new());
@@ -123,7 +123,7 @@ impl Files {
         (0..pages).filter_map(|at| fails(at).transpose()).collect()
     }
 
-    /// Removes it; no process has it.
+    /// Removes such a file, which no process has.
     pub fn remove_on_demand(&self, vm: u64, part: usize) -> io::Result<()> {
         journal::remove(&on_demand(&self.dir, vm, part))
     }
@@ -145,7 +145,7 @@ impl Files {
 
     /// Removes a brick that no process has, so that the next use creates an empty file.
     pub fn replace(&mut self, number: u32) -> io::Result<()> {
-        // This frees its pages now, even those beyond its size, although a process may still have the file open.
+        // This frees its pages now, even those beyond a brick's size, although a process may still have the file open.
         rustix::fs::ftruncate(&*self.get(number)?, 0)?;
         self.open.remove(&number);
         std::fs::remove_file(path(&self.dir, number))
@@ -171,7 +171,7 @@ fn on_demand(dir: &Path, vm: u64, part: usize) -> PathBuf {
     dir.join(format!("on-demand-{vm:016x}{part}"))
 }
 
-/// Refuses to work where the mount was removed: processes have its files still, and nothing there tells of them.
+/// Fails if the mount was removed: processes may still have its files, and the directory does not show them.
 fn is_mounted(dir: &Path) -> io::Result<()> {
     match huge_files::is_mount(dir)? {
         true => Ok(()),

@@ -21,7 +21,7 @@ pub enum Page {
     /// Pages of 2 MiB, which can be paged.
     #[default]
     Huge,
-    /// Pages of 1 GiB, of which the kernel can neither map nor fill a part: a VM keeps them.
+    /// Pages of 1 GiB. The kernel can neither map nor fill a part of such a page, so a VM keeps all of them.
     Gib,
 }
 
@@ -58,7 +58,6 @@ impl Page {
         }
     }
 
-    /// The kernel's directory of such pages.
     const fn kernel(self) -> &'static str {
         match self {
             Self::Huge => "hugepages/hugepages-2048kB",
@@ -117,13 +116,13 @@ impl Host {
         Self { root: root.into(), page: Page::default() }
     }
 
-    /// The same with huge pages of this size instead of 2 MiB.
+    /// The kernel's files of huge pages of this size instead of 2 MiB.
     #[must_use]
     pub fn with(self, page: Page) -> Self {
         Self { page, ..self }
     }
 
-    /// The size of its huge pages.
+    /// The size of these huge pages.
     pub fn page(&self) -> Page {
         self.page
     }
@@ -133,9 +132,6 @@ impl Host {
     }
 
     /// Returns the nodes that have memory.
-    ///
-    /// # Errors
-    /// The kernel's files cannot be read.
     pub fn nodes(&self) -> io::Result<Vec<u32>> {
         let text = read(&self.root.join("sys/devices/system/node/has_memory"))?;
         ranges(text.trim()).ok_or_else(|| io::Error::other(format!("the kernel lists its nodes as {:?}", text.trim())))
@@ -150,8 +146,7 @@ impl Host {
             return Ok(pages);
         }
         let number = |file: &str| number(&self.node(node).join(self.page.kernel()).join(file));
-        // These are two files. Between the two reads, other processes may allocate or free a surplus page, so the reads
-        // are repeated.
+        // Between the reads of these two files, other processes may change the surplus, so the reads are repeated.
         let read = || Ok::<_, io::Error>((number("nr_hugepages")?, number("surplus_hugepages")?));
         let mut last = read()?;
         loop {
@@ -164,8 +159,7 @@ impl Host {
         Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")?, surplus: last.1 })
     }
 
-    /// Returns the same numbers from one file, which the kernel writes from one snapshot. The file has them only if
-    /// this is the default huge page size.
+    /// As [`Self::pages`], from one snapshot in one file, which only shows the default huge page size.
     fn pages_at_once(&self, node: u32) -> io::Result<Option<Pages>> {
         let text = read(&self.root.join("proc/meminfo"))?;
         if meminfo::number_in(&text, "Hugepagesize") != Some(self.page.bytes() / KIB) {
@@ -180,9 +174,6 @@ impl Host {
     }
 
     /// Makes the kernel reserve this number of pages more, or less. Returns the actual change.
-    ///
-    /// # Errors
-    /// This process lacks the permission.
     pub fn change_pages(&self, node: u32, by: i64) -> io::Result<i64> {
         let _lock = self.lock()?;
         let before = self.pages(node)?.total;
@@ -190,16 +181,12 @@ impl Host {
         Ok(now as i64 - before as i64)
     }
 
-    /// Takes the lock under which other processes change the number, too. The pool's owner does not wait long: VMs
-    /// that want memory wait for it.
+    /// Takes the lock under which other processes change the number, too. Waits briefly only: VMs wait for the owner.
     fn lock(&self) -> io::Result<Option<std::fs::File>> {
         hugetlb::lock_numbers(&self.root, LOCKED_WITHIN)
     }
 
-    /// Makes the kernel reserve this number of pages in all. Returns the number that it has now.
-    ///
-    /// # Errors
-    /// This process lacks the permission.
+    /// Makes the kernel reserve this number of pages in all. Returns the resulting number.
     pub fn set_pages(&self, node: u32, total: u64) -> io::Result<u64> {
         let _lock = self.lock()?;
         self.write_pages(node, total)
@@ -212,9 +199,6 @@ impl Host {
     }
 
     /// Returns the memory of a node.
-    ///
-    /// # Errors
-    /// The kernel's files cannot be read.
     pub fn memory(&self, node: u32) -> io::Result<Memory> {
         let file = self.node(node).join("meminfo");
         let text = read(&file)?;
@@ -227,9 +211,6 @@ impl Host {
     }
 
     /// Returns the kernel's estimate of the memory that programs can still allocate, on all nodes together.
-    ///
-    /// # Errors
-    /// The kernel does not report it.
     pub fn available(&self) -> io::Result<Bytes> {
         let file = self.root.join("proc/meminfo");
         let text = read(&file)?;
@@ -240,9 +221,6 @@ impl Host {
 
     /// Returns the number of 4 KiB pages whose memory failed, as far as the kernel counts them
     /// (`CONFIG_MEMORY_FAILURE`).
-    ///
-    /// # Errors
-    /// The kernel's memory figures cannot be read.
     pub fn failed_pages(&self) -> io::Result<u64> {
         let text = read(&self.root.join("proc/meminfo"))?;
         Ok(meminfo::number_in(&text, "HardwareCorrupted").unwrap_or(0) / 4)
@@ -262,7 +240,6 @@ fn read(file: &Path) -> io::Result<String> {
     std::fs::read_to_string(file).map_err(|error| named(file, error))
 }
 
-/// Returns the number in a line of a node's `meminfo`.
 fn line(text: &str, key: &str) -> Option<u64> {
     let fields = text.lines().map(|line| line.split_ascii_whitespace().skip(2).collect::<Vec<_>>());
     fields.filter(|fields| fields.first() == Some(&key)).find_map(|fields| fields.get(1)?.parse().ok())
@@ -347,7 +324,7 @@ pub(crate) mod tests {
             &format!("{node}/meminfo"),
             "Node 2 HugePages_Total:    33\nNode 2 HugePages_Free:      3\nNode 2 HugePages_Surp:      1\n",
         );
-        // As one who reads these two files finds them if the page went between them.
+        // The numbers that a reader of the two files finds if a page is freed between the reads.
         std::fs::write(dir.path().join(format!("{node}/{PAGES}/nr_hugepages")), "33\n").expect("write");
         assert_eq!(host.pages(2).expect("pages").total, 33);
         add("proc/meminfo", "Hugepagesize:       2048 kB\n");

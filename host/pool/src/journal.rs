@@ -15,12 +15,10 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Others(pub BTreeMap<u32, u64>);
 
-/// The journal file.
 #[derive(Debug)]
 pub struct Journal(PathBuf);
 
 impl Journal {
-    /// Returns the journal in this directory.
     pub fn at(dir: &Path) -> Self {
         Self(dir.join("journal.json"))
     }
@@ -30,12 +28,11 @@ impl Journal {
         store(&self.0, others)
     }
 
-    /// Notes that the change is done.
     pub fn end(&self) -> io::Result<()> {
         remove(&self.0)
     }
 
-    /// Returns the change that was under way when the last owner ended.
+    /// Returns the change that was under way when the last owner of the pool ended.
     pub fn pending(&self) -> io::Result<Option<Others>> {
         load(&self.0)
     }
@@ -48,7 +45,6 @@ pub fn store<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     std::fs::rename(&new, path)
 }
 
-/// Removes a file, if it exists.
 pub fn remove(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -56,7 +52,6 @@ pub fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Reads a file. Returns `None` if it does not exist.
 pub fn load<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     match std::fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

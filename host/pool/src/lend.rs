@@ -48,9 +48,6 @@ impl Reserve {
     }
 
     /// Returns the limits that were set.
-    ///
-    /// # Errors
-    /// The file cannot be read.
     pub fn lending(&self) -> Result<Option<Lending>, Error> {
         journal::load(&self.dir.join(FILE)).during("Reading what may be lent")
     }
@@ -63,9 +60,6 @@ impl Reserve {
     }
 
     /// Returns the host's memory, and how much of it programs can still allocate.
-    ///
-    /// # Errors
-    /// The kernel does not report it.
     pub fn host_memory(&self) -> Result<Memory, Error> {
         let nodes = self.host.nodes().during("Asking for the host's nodes")?;
         let total = nodes.into_iter().map(|node| Ok(self.host.memory(node)?.total.0)).sum::<io::Result<u64>>();
@@ -73,8 +67,7 @@ impl Reserve {
         Ok(Memory { total, spare: self.host.available().during("Asking for the host's memory")? })
     }
 
-    /// Sets the amount that is lent, in all or of this node. Slices are lent or taken back to reach it. The notes say
-    /// what could not be done.
+    /// Sets the amount that is lent, in all or of this node, and lends or takes back slices. The notes name failures.
     ///
     /// # Errors
     /// There is no pool or no such node, or the kernel refuses.
@@ -92,7 +85,7 @@ impl Reserve {
         self.change(|reserve| nodes.iter().try_for_each(|(at, spec)| reserve.lend_of(*at, *spec, each)))
     }
 
-    /// Lends this number of slices of a node, or takes back what is lent beyond it.
+    /// Lends slices of a node until this number is lent, or takes back the surplus.
     fn lend_of(&mut self, at: NodeIdx, spec: NodeSpec, each: u32) -> Result<(), Error> {
         let page = self.host.page();
         let Some(live) = &mut self.live else { return Ok(()) };
@@ -106,7 +99,7 @@ impl Reserve {
             live.empty(brick, |state| state == SliceState::Borrow)?;
         }
         let went: u32 = extents.iter().map(|extent| extent.slices).sum();
-        // The kernel releases a held page when its holder frees it.
+        // If another process holds the page, the kernel releases it when the process frees it.
         self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
         if went < each - lent {
             let (now, want) = (page.size(lent + went), page.size(each));

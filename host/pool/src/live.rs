@@ -28,24 +28,23 @@ use crate::promises::{self, Far, Promises, Terms};
 use crate::refill::Job;
 use crate::shared::Shared;
 
-/// Directory of the files of pages of 2 MiB, which is a mount point.
+/// Directory of the pool's files with pages of 2 MiB, which is a mount point.
 pub const FILES: &str = Page::Huge.files();
 
-/// A pool that exists.
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) pool: Pool<Shared>,
-    /// Each slice is one page.
+    /// The size of a page: each slice is one page.
     pub(crate) page: Page,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
     /// VMs on demand. They have no slices.
     pub(crate) promises: Promises,
-    /// Pages of them that failed and were reported.
+    /// Failed pages of VMs on demand that were reported: VM and page.
     pub(crate) told: BTreeSet<(u64, u32)>,
-    /// How much may be promised to them, in percent of what there is for them.
+    /// Percentage of their backing that may be promised to VMs on demand.
     pub(crate) percent: u32,
-    /// What they can have far.
+    /// The memory that VMs on demand can have far.
     pub(crate) far: Far,
     /// Slices for which the kernel had no page, because another process still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
@@ -57,7 +56,7 @@ impl Live {
         let files = Files::open(&dir.join(page.files()), page, brick).during("Opening the pool's file system")?;
         let mut names: BTreeMap<u64, String> =
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
-        // The owner died before this VM got memory, so no VM has the name.
+        // The last owner died before this VM got memory, so the name belongs to no VM.
         names.retain(|id, _| pool.tenants().any(|tenant| tenant.vm.0.get() == *id));
         for vm in files.doors().during("Listing the pool's files")? {
             if !names.contains_key(&vm) {
@@ -73,13 +72,11 @@ impl Live {
         Ok(Self { pool, page, files, names, promises, told, percent, far, waiting })
     }
 
-    /// Returns the node with this number on the host.
     pub(crate) fn node(&self, numa: u32) -> Result<NodeIdx, Error> {
         let found = self.pool.layout().nodes().find(|(_, spec)| spec.numa == numa);
         found.map(|(node, _)| node).ok_or_else(|| Error::Request(format!("the pool has no node {numa}")))
     }
 
-    /// Returns the slices of a brick.
     pub(crate) fn brick(&self, number: u32) -> Extent {
         let slices = self.pool.layout().brick_slices();
         Extent { start: SliceIdx(number.saturating_mul(slices)), slices }
@@ -111,13 +108,13 @@ impl Live {
         })
     }
 
-    /// Returns the slices of a node that wait for a page: as long as the processes like that hold the old ones.
+    /// Returns the slices of a node that wait for a page: a process holds their old page.
     pub(crate) fn waiting_of(&self, numa: u32) -> impl Iterator<Item = SliceIdx> {
         let slices = self.waiting.iter().flat_map(|dirty| dirty.extent().each());
         slices.filter(move |at| self.numa_of(*at) == numa)
     }
 
-    /// Gives the pages of the slices whose state matches back to the kernel.
+    /// Gives the pages of the brick's slices in a matching state back to the kernel.
     pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
         let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;
         for at in brick.each().filter(|at| is(self.pool.state(*at))) {
@@ -126,7 +123,6 @@ impl Live {
         Ok(())
     }
 
-    /// Returns the nodes from which a VM's memory must come.
     pub(crate) fn parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<Part>, Error> {
         match nodes {
             Nodes::Any => {}
@@ -157,7 +153,7 @@ impl Live {
         }
         let ready = |(node, spec): (NodeIdx, NodeSpec)| {
             let ready = self.pool.stats(node).map_or(0, |stats| stats.ready - stats.fenced);
-            // What VMs on demand were promised is ready, too.
+            // The slices that are ready include those that promises to VMs on demand need.
             let free =
                 if self.promises.is_empty() { ready } else { self.unpromised(spec.numa).unwrap_or(0).min(ready) };
             (node, free)
@@ -185,7 +181,7 @@ impl Live {
         }
     }
 
-    /// Stores who is to have memory. If that fails, there is no such name: tried again and again, they would be many.
+    /// Stores the name of a VM that is to have memory. A failure drops it, so that repeated failures leave no names.
     pub(crate) fn name(&mut self, names: &Path, vm: u64, name: &str) -> Result<(), Error> {
         self.names.insert(vm, name.to_owned());
         let stored = journal::store(names, &self.names).during("Writing who has what");
@@ -221,7 +217,6 @@ impl Live {
         Ok((extents, files.during(WHAT)?))
     }
 
-    /// Returns the file numbers of a VM.
     pub(crate) fn numbers(&self, vm: VmId) -> Vec<u32> {
         let segments = self.pool.segments(vm).unwrap_or_default();
         let bricks = segments.iter().flat_map(|segment| self.pool.bricks(segment.extent));

@@ -1,4 +1,4 @@
-//! The map of a pool: which slice is whose, after Vmem's (section 4). It decides about memory and has none.
+//! The map of a pool: which VM has which slice, after Vmem (section 4). It only decides, and touches no memory of VMs.
 //!
 //! ```text
 //! reserve ─► dirty ─► next_dirty ─► Dirty ─zero─► Zeroed ─► clean ─► ready ─► allocate ─► used ─► release ─► dirty ...
@@ -11,8 +11,8 @@
 //! is not), [`stats`], `pool`, `zeroing`.
 //!
 //! A brick is a file, of a frame or less. It belongs to one trust domain at a time, and to none when no VM has a slice
-//! of it: a process that maps a part of a shared file can reach the rest. A VM that is a trust domain of its own, and
-//! whose memory is no multiple of a brick, keeps the rest of its last brick from others.
+//! of it: a process that maps a part of a shared file can reach the rest. A VM that is its own trust domain, and whose
+//! memory is not a multiple of a brick, keeps the rest of its last brick from others.
 //!
 //! Before: the host has memory to spare. After: a VM's RAM is a few extents of allocated, zeroed memory.
 //! Threads: the owner's one. Units: slices, of 2 MiB where bytes are meant (in a pool of pages of 1 GiB, a

@@ -3,8 +3,9 @@
 //! The state may lie on a disk and survive a boot, and the file system of huge pages may be unmounted. The files are
 //! known by a file with a random name among them, the *mark*.
 //!
-//! Before: `reserve` opens what is in the pool's directory. After: the state is that of the files, or there is none.
-//! Threads: the owner's. Promise: each page is returned once, however often this is tried, and others keep theirs.
+//! Before: `reserve` opens the files of the pool's directory. After: the state describes these files, or there is no
+//! state. Threads: the owner's. Promise: each page is returned to the kernel once, even if this is repeated, and other
+//! users keep their pages.
 
 use std::io;
 use std::path::Path;
@@ -23,14 +24,12 @@ const DESCRIPTION: [&str; 6] =
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {
-    /// The host's boot ID.
     boot: String,
-    /// Name of the mark.
     mark: String,
 }
 
 impl Reserve {
-    /// Marks these files as those of the state that is created next.
+    /// Creates a mark among these files, for the state that is created next.
     pub(crate) fn mark_files(&self, files: &Path) -> Result<(), Error> {
         const WHAT: &str = "Marking the pool's files";
         let mut mark = [0; 8];
@@ -50,7 +49,7 @@ impl Reserve {
     pub(crate) fn forget_other_boot(&mut self) -> Result<(), Error> {
         let Some(origin) = self.origin()? else { return Ok(()) };
         if origin.boot != boot()? {
-            // What the journal says is about another boot as well.
+            // The journal is about another boot as well.
             self.remove(&["journal.json"])?;
             self.remove(&DESCRIPTION)?;
             self.forgotten()?;
@@ -64,15 +63,15 @@ impl Reserve {
         let files = self.dir.join(self.host.page().files());
         match &origin {
             Some(origin) if files.join(&origin.mark).exists() => return Ok(()),
-            // The origin is written first and removed last.
+            // The origin is written first and removed last, so there is no state.
             None if self.live.is_none() => return Ok(()),
-            // Nobody knows of which boot it is.
+            // It is unknown of which boot the state is.
             None => self.remove(&["journal.json"])?,
             Some(_) => self.begin()?,
         }
         self.remove(&DESCRIPTION)?;
         self.live = None;
-        // Without a state the pool has no page, so this sets the kernel's number to that of the others'.
+        // Without a state the pool has no page, so this sets the kernel's number to that of the others' pages.
         self.recover()?;
         self.forgotten()
     }

@@ -28,9 +28,9 @@ pub struct Overview {
     pub vmemmap_freed: Bytes,
     /// Memory on demand: promised, touched, and set aside.
     pub on_demand: [Bytes; 3],
-    /// What the pool has for memory on demand, and how much of that it may promise, in percent.
+    /// Backing of VMs on demand, and the percentage of it that may be promised.
     pub for_demand: Bytes,
-    /// See `for_demand`.
+    /// The percentage of `for_demand` that may be promised.
     pub overcommit: u32,
     /// Limit of lending while the host is short of memory; zero: slices are lent by command only.
     pub lent_when_short: Bytes,
@@ -57,8 +57,8 @@ pub struct Node {
     pub lent: Bytes,
     /// Memory that failed.
     pub failed: Bytes,
-    /// A letter for each file: `.` none of it is reserved, `-` it is free, `z` some of it must be zeroed, `U` a VM has
-    /// all of it, `u` a VM has a part of it, `l` some of it is lent. `F` takes precedence: memory of it failed.
+    /// A letter for each file: `.` not reserved, `-` free, `z` a part must be zeroed, `U` a VM has all of it, `u` a VM
+    /// has a part of it, `l` a part is lent. `F` takes precedence: memory of it failed.
     pub map: String,
 }
 
@@ -71,7 +71,7 @@ pub struct Tenant {
     pub size: Bytes,
     /// Number of its extents.
     pub extents: u32,
-    /// What it has of its memory, if that comes on demand.
+    /// Memory that it has touched, if it is a VM on demand.
     pub touched: Option<Bytes>,
 }
 

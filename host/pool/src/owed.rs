@@ -34,23 +34,20 @@ const IN_VAIN: u32 = 3;
 const MOST_PART: u64 = 64;
 const MOST: u64 = 16 << 20;
 
-/// How many slices of this number may be replaced by others while processes hold their memory.
+/// Most slices of a pool of `slices` that may be replaced by others while processes hold their pages.
 pub(crate) fn most_replaced(slices: u64, page: Page) -> u64 {
     (slices / MOST_PART).max((MOST / page.bytes()).max(1))
 }
 
 impl Reserve {
-    /// Returns the number of owed pages, by the number of the node on the host.
     pub(crate) fn owed(&self) -> Result<BTreeMap<u32, u64>, Error> {
         Ok(journal::load(&self.dir.join(FILE)).during("Reading what the pool owes")?.unwrap_or_default())
     }
 
-    /// Returns the number of owed pages of a node.
     pub(crate) fn owes(&self, numa: u32) -> Result<u64, Error> {
         Ok(self.owed()?.remove(&numa).unwrap_or_default())
     }
 
-    /// Changes the number of owed pages of a node.
     pub(crate) fn owe(&self, numa: u32, by: i64) -> Result<(), Error> {
         let mut owed = self.owed()?;
         let now = owed.remove(&numa).unwrap_or_default().saturating_add_signed(by);
@@ -68,8 +65,8 @@ impl Reserve {
         journal::remove(&self.dir.join(FILE)).during("Forgetting what is owed")
     }
 
-    /// Called after all waiting slices were tried once more. If none of them found a page in several rounds, this
-    /// reserves other pages, as far as the host keeps its margin.
+    /// Called after each waiting slice was tried once more. If none of them found a page in several rounds, this
+    /// reserves other pages, as long as the host keeps its margin.
     ///
     /// # Errors
     /// The kernel does not report its numbers, or refuses.

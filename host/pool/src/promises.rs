@@ -1,47 +1,39 @@
-//! What is promised to VMs on demand, how much that may be, and how much of the pool is set aside for it.
+//! The promises to VMs on demand, how large they may be, and how many slices are set aside for them.
 //!
-//! Before: a VM is to have memory on demand. After: `live` has what is promised to it, and `demand` keeps the promise.
-//! Threads: none; plain values. Units: slices. Promise: no more is set aside than is promised, and no more is promised
-//! than the pool has and these VMs can have far.
+//! Before: a VM is to have memory on demand. After: `live` has its promise, and `demand` keeps it. Threads: none; plain
+//! values. Units: slices. Promise: no more is set aside than is promised, and no more is promised than the *backing*
+//! (the slices that the pool has for these VMs) and the memory that they can have far.
 
 use std::collections::BTreeMap;
 
 use ballast_base::{Bytes, MIB};
 use serde::{Deserialize, Serialize};
 
-/// The name of what is set aside. No VM has it.
+/// The name of slices that are set aside. No VM has it.
 pub(crate) const ASIDE: &str = "-";
-/// The file with the promises.
 pub(crate) const FILE: &str = "demand.json";
-/// The file that says how far the pool may promise more than it has.
+/// The file that says how much more the pool may promise than it has.
 pub(crate) const TERMS_FILE: &str = "overcommit.json";
-/// Slices set aside at once: 256 MiB. They are given back as one.
+/// Slices of a piece, 256 MiB, which is set aside and given back as a whole. See [`OnDemand::step`].
 pub(crate) const STEP: u32 = 128;
-/// Part of the untouched places for which pages are set aside in advance; at least [`STEP`].
+/// 1/N of the untouched places have a page set aside in advance, at least [`STEP`].
 const AHEAD: u32 = 8;
 
-/// The promises: VMs on demand, by their numbers.
 pub(crate) type Promises = BTreeMap<u64, Promise>;
 
-/// What was promised to a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Promise {
-    /// Its name.
     pub name: String,
-    /// How much.
     pub slices: u32,
-    /// Its parts: the number of the node on the host, and how much of it. Each has a file.
+    /// Its parts: the node's number on the host, and the slices of it. Each part has a file.
     pub parts: Vec<(u32, u32)>,
 }
 
-/// Memory on demand, in slices: of a node, or in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OnDemand {
-    /// Promised.
     pub promised: u32,
-    /// Pages that VMs have of it.
+    /// Pages that VMs on demand have.
     pub touched: u32,
-    /// Set aside for it.
     pub aside: u32,
 }
 
@@ -55,43 +47,42 @@ impl std::ops::Add for OnDemand {
 }
 
 impl OnDemand {
-    /// How many slices are to be set aside: whole steps, since each call that sets some aside takes a place in the
-    /// state.
+    /// How many slices should be set aside: whole steps, because each call that sets some aside uses a VM slot.
     pub(crate) fn wanted(self) -> u32 {
         let untouched = self.promised.saturating_sub(self.touched);
         let wanted = self.touched + (untouched / AHEAD).max(STEP);
-        // A VM that made its file longer has more than it was promised, and takes it from others.
+        // A VM that made its file longer has more than was promised to it, and takes it from others.
         self.promised.min(wanted.next_multiple_of(self.step()))
     }
 
-    /// Slices that are set aside at once, so that there are some 500 such pieces at most.
+    /// Slices that are set aside at once: enough that there are at most some 500 pieces.
     pub(crate) fn step(self) -> u32 {
         STEP.max((self.promised / 512).next_multiple_of(STEP))
     }
 
-    /// How many to set aside now, of this many that are ready. Less than is wanted only if touches need it: the rest
-    /// is being zeroed, and comes as one.
+    /// How many slices to set aside now, if this many are ready. Fewer than wanted are set aside only if touches need
+    /// them: otherwise they wait for the rest, which is being zeroed.
     pub(crate) fn lacks(self, ready: u32) -> u32 {
         let lacks = self.wanted().saturating_sub(self.aside);
         if lacks <= ready || self.aside <= self.touched { lacks.min(ready) } else { 0 }
     }
 }
 
-/// How much of what VMs on demand were promised they can have far.
+/// The part of their promised memory that VMs on demand can have far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Far {
-    /// All of them at the same time.
+    /// The sum if all of them have memory far at the same time.
     pub all: Bytes,
-    /// Those of one node each, by its number on the host: if the others had nothing far.
+    /// The sum of the VMs of one node, by the node's number on the host, if the VMs of other nodes had nothing far.
     pub nodes: BTreeMap<u32, Bytes>,
 }
 
-/// How far the pool may promise more of a node than it has for VMs on demand.
+/// The terms of a node: how much more it may promise than its backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Terms {
-    /// What may be promised, in percent of what there is: as the operator said.
+    /// The part of the backing that may be promised, in percent, as set by the operator.
     pub percent: u32,
-    /// How much of what is promised these VMs can have far at the same time.
+    /// The part of the promises that these VMs can have far at the same time.
     #[serde(skip)]
     pub far: u32,
 }
@@ -103,34 +94,33 @@ impl Default for Terms {
 }
 
 impl Terms {
-    /// Percents that an operator may say.
     pub const PERCENTS: std::ops::RangeInclusive<u32> = 100..=1000;
 
-    /// The terms of a node whose VMs can have `here` far, where all can have `all` far. Of the `others`, each has
-    /// promised so much and has so much: what these need to have far is not there for this node.
+    /// The terms of a node whose VMs can have `here` far, while all VMs can have `all` far. `others` are the promises
+    /// and the backing of each other node: the far memory that these need is not there for this node.
     pub fn of_node(percent: u32, here: u32, all: u32, others: impl Iterator<Item = (u32, u32)>) -> Self {
         let theirs: u32 = others.map(|(promised, backing)| Self::beyond(promised, backing)).sum();
         Self { percent, far: here.min(all.saturating_sub(theirs)) }
     }
 
-    /// What VMs must have far where so much is promised and so much is there.
+    /// The memory that VMs must have far, for these promises and this backing.
     fn beyond(promised: u32, backing: u32) -> u32 {
         if promised > backing { promised - Self::divided(backing) } else { 0 }
     }
 
-    /// What these VMs have of it if some of what they were promised is far: what is to be left for touches is left.
+    /// The memory that VMs have here if some of theirs is far: the backing without the part kept free for touches.
     fn divided(backing: u32) -> u32 {
         backing.saturating_sub(left(backing.div_ceil(16)))
     }
 
-    /// The most that may be promised where there are this many slices for VMs on demand.
+    /// The most that may be promised with this backing.
     pub fn most(self, backing: u32) -> u32 {
         let said = u64::from(backing) * u64::from(self.percent) / 100;
         let divided = u64::from(Self::divided(backing));
         said.min(u64::from(backing).max(divided + u64::from(self.far))).min(u32::MAX.into()) as u32
     }
 
-    /// The fewest slices with which this much may be promised.
+    /// The smallest backing with which this much may be promised.
     pub fn least(self, promised: u32) -> u32 {
         let said = (u64::from(promised) * 100).div_ceil(self.percent.max(1).into());
         let divided = match promised.saturating_sub(self.far) {
@@ -141,37 +131,37 @@ impl Terms {
     }
 }
 
-/// What is to be left for touches, of this 16th: as of [`Overcommitted::high`], in pages of 2 MiB.
+/// The slices that are kept free for touches: `part`, in the bounds of [`Overcommitted::high`].
 fn left(part: u32) -> u32 {
     part.clamp(8, 256)
 }
 
-/// What each node lacks for what it has promised, by its number on the host.
+/// The slices that each node lacks for its promises, by its number on the host.
 pub type Lacks = BTreeMap<u32, u32>;
 
-/// A node of which the pool has promised VMs on demand more than it has for them.
+/// A node that has promised VMs on demand more than their backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overcommitted {
-    /// What it has for them.
+    /// The backing.
     pub has: Bytes,
-    /// What they were promised.
+    /// The promises.
     pub promised: Bytes,
-    /// What they have of it.
+    /// The part of the promises that the VMs have touched.
     pub touched: Bytes,
 }
 
 impl Overcommitted {
-    /// What is left for touches below this is little: a 32nd, 8 to 256 MiB.
+    /// If less than this is free for touches, room must be made: 1/32 of the backing, 8 to 256 MiB.
     pub fn low(&self) -> Bytes {
         Bytes((self.has.0 / 32).clamp(8 * MIB, 256 * MIB))
     }
 
-    /// What is to be left for touches.
+    /// The memory that is to be kept free for touches.
     pub fn high(&self) -> Bytes {
         Bytes(2 * self.low().0)
     }
 
-    /// What is left for touches.
+    /// The memory that is free for touches.
     pub fn free(&self) -> Bytes {
         Bytes(self.has.0.saturating_sub(self.touched.0))
     }
@@ -227,8 +217,8 @@ mod tests {
         }
     }
 
-    /// A pool of this many slices, and VMs on demand: what each was promised, has touched, and has far. A VM that does
-    /// not page has all that it touches in memory.
+    /// A pool of this many slices, and its VMs on demand: the promise, the touched slices and the far slices of each. A
+    /// VM that does not page has all touched slices in memory.
     #[derive(Debug, Default)]
     struct Model {
         at_once: u32,
@@ -244,7 +234,7 @@ mod tests {
         fn backing(&self, pool: u32) -> u32 {
             pool - self.at_once
         }
-        /// A VM that pages keeps an eighth, so that it can go on.
+        /// A VM that pages keeps an eighth in memory, so that it can continue.
         fn keeps(vm: &(u32, u32, bool)) -> u32 {
             if vm.2 { vm.0.div_ceil(8) } else { vm.0 }
         }
@@ -274,7 +264,7 @@ mod tests {
                 let at_most = backing.saturating_sub(terms.least(now.promised)).min(backing - model.aside);
                 let some = (!model.vms.is_empty()).then(|| which.index(model.vms.len()));
                 match (what, some) {
-                    // A VM on demand, and one that gets its memory at once.
+                    // A VM on demand, and a VM that gets its memory at once.
                     (0, _) if slices > 0 && now.promised + slices <= terms.most(backing) => {
                         model.vms.push((slices, 0, slices % 3 > 0));
                     }
@@ -282,7 +272,7 @@ mod tests {
                     (2, Some(at)) => {
                         model.vms.swap_remove(at);
                     }
-                    // A VM touches: what it can without a free page, waits; a VM that pages gives up some of its own.
+                    // A VM touches memory. Without a free page the touch waits, and a VM that pages gives up a page.
                     (3 | 4, Some(at)) => {
                         let free = model.aside - now.touched;
                         let (promised, touched, _) = &mut model.vms[at];
@@ -296,19 +286,19 @@ mod tests {
                 prop_assert!(now.promised <= terms.most(backing), "{model:?}");
                 prop_assert!(backing >= terms.least(now.promised), "{model:?}");
                 prop_assert!(now.touched <= now.aside && now.aside <= backing, "{model:?}");
-                // Where all that pages is far as far as there is room, the others have all that they were promised, and
-                // what is to be left for touches is left.
+                // If all VMs that page have as much far as there is room, the others have all of their promised memory,
+                // and the part that is kept free for touches is free.
                 let keep: u32 = model.vms.iter().map(Model::keeps).sum();
                 let here = keep.max(now.promised - terms.far.min(now.promised)) + left(backing / 16);
                 prop_assert!(now.promised <= backing || here <= backing, "{model:?}");
-                // No touch waits for ever: what is missing can be set aside, or a VM that pages has something.
+                // No touch waits for ever: a missing page can be set aside, or a VM that pages can give one up.
                 let waits = now.touched == now.aside && now.touched < now.promised;
                 prop_assert!(!waits || now.aside < backing || model.vms.iter().any(|vm| vm.2 && vm.1 > 0), "{model:?}");
             }
         }
     }
 
-    /// Two nodes of a pool, and VMs on demand of one of them or both. A VM of both counts as one that does not page.
+    /// Two nodes of a pool, and VMs on demand of one node or of both. A VM of both counts as a VM that does not page.
     #[derive(Clone, Debug, Default)]
     struct Nodes {
         at_once: [u32; 2],
@@ -349,7 +339,7 @@ mod tests {
                 let mut parts = [0; 2];
                 parts[node] = slices;
                 match what {
-                    // Of one node, judged by what is left; of both, and at once, by what would be.
+                    // A VM of one node is judged by what is left there; a VM of both nodes by the result of both.
                     0 | 1 if slices <= left => nodes.vms.push((parts, what > 0)),
                     2 => then.vms.push(([slices, slices / 2 + 1], true)),
                     3 => then.at_once[node] += slices,
@@ -371,7 +361,7 @@ mod tests {
         }
     }
 
-    /// What is to be left of this many slices.
+    /// The slices that are to be kept free of a backing of this many.
     fn left_of(has: u32) -> u32 {
         super::left(has.div_ceil(16))
     }

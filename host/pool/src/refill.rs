@@ -21,7 +21,7 @@ pub struct Job {
     pub(crate) brick: Bytes,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// Node from which its pages must come, if there are several nodes.
+    /// The node of its pages, if the host has several nodes.
     pub(crate) node: Option<u32>,
 }
 

@@ -28,7 +28,6 @@ use crate::promises::Lacks;
 use crate::refill::{Done, Job};
 use crate::shared::{self, Shared};
 
-/// Largest number of VMs.
 const VMS: u32 = 4096;
 
 /// Memory for a VM.
@@ -36,12 +35,11 @@ const VMS: u32 = 4096;
 pub struct Grant {
     /// Number of the VM.
     pub vm: u64,
-    /// Places in these files, in the order of the VM's memory.
+    /// Its memory as extents of the files, in the order of the VM's memory.
     pub extents: Vec<FileExtent>,
-    /// The files, each a separate open file. When the last descriptor and mapping is gone, the memory returns to the
-    /// pool.
+    /// The files, each a separate open file. The memory returns to the pool with the last descriptor and mapping.
     pub files: Vec<OwnedFd>,
-    /// What nodes lacked for VMs on demand before this was given, for [`Reserve::check_kept`].
+    /// The slices that nodes lacked for VMs on demand before this grant, for [`Reserve::check_kept`].
     pub lacked: Lacks,
 }
 
@@ -52,11 +50,9 @@ pub struct Reserve {
     pub(crate) host: Host,
     pub(crate) journal: Journal,
     pub(crate) live: Option<Live>,
-    /// Result of the last change.
     pub(crate) notes: Vec<String>,
-    /// Number of failed pages when all of the pool was checked last.
+    /// The kernel's count of failed pages at the last check of the whole pool.
     pub(crate) failed_pages: u64,
-    /// Failures that were not reported yet.
     pub(crate) failures: Vec<Failure>,
     /// Rounds in which no waiting slice found a page although the kernel reported free ones.
     pub(crate) in_vain: u32,
@@ -64,8 +60,7 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Opens the pool of this directory, whether it exists yet or not. A change that was under way when the last owner
-    /// ended is undone or completed.
+    /// Opens the pool of this directory, which need not exist yet. Undoes or completes a change of the last owner.
     ///
     /// # Errors
     /// Another process owns the pool, or the files cannot be used.
@@ -89,7 +84,7 @@ impl Reserve {
             in_vain: 0,
             _lock: lock,
         };
-        // First of all: the state of another boot may be unreadable, and its pages may be of a size that is gone.
+        // This comes first: the state of another boot may be unreadable, and its pages may be of a size that is gone.
         reserve.forget_other_boot()?;
         let pool = shared::open(&dir.join("state"))?;
         reserve.live = pool.map(|pool| Live::new(dir, pool, reserve.host.page())).transpose()?;
@@ -134,7 +129,6 @@ impl Reserve {
         self.change(|reserve| shares.more.iter().try_for_each(|(numa, more)| reserve.add(*numa, *more)))
     }
 
-    /// Creates the pool, if there is none.
     fn make(&mut self, nodes: &[u32], brick: Option<Bytes>) -> Result<(), Error> {
         let page = self.host.page();
         if let Some(live) = &self.live {
@@ -200,7 +194,6 @@ impl Reserve {
         Ok(())
     }
 
-    /// Returns the number of slices that the pool has of a node.
     pub(crate) fn has(&self, numa: u32) -> u32 {
         let Some(live) = &self.live else { return 0 };
         let stats = live.node(numa).ok().and_then(|node| live.pool.stats(node));
@@ -243,19 +236,15 @@ impl Reserve {
     }
 
     /// Takes back the memory of VMs that are gone, because no process has their files. Returns the number of these VMs.
-    ///
-    /// # Errors
-    /// The kernel does not report who has a file.
     pub fn tend(&mut self) -> Result<usize, Error> {
-        // This comes first. Below, a failed page that killed its VM leaves its file, and could not be detected any
-        // more.
+        // This comes first: a failed page that killed its VM leaves its file below, and could not be found afterwards.
         self.find_failures()?;
         let Some(live) = &mut self.live else { return Ok(0) };
         let vms = live.pool.tenants().map(|tenant| tenant.vm).filter(|vm| !live.is_aside(*vm));
         let mut gone = 0;
         for vm in vms.collect::<Vec<_>>() {
             if live.files.close_door(vm.0.get()).during("Asking who has a file of the pool")? {
-                // The files come first. If this process dies in between, the VM is gone anyway, and so are its pages.
+                // The pages are emptied first. After a death in between, the next owner finds the VM gone, too.
                 for number in live.numbers(vm) {
                     live.files.replace(number).during("Replacing a file of the pool that a VM had")?;
                 }
@@ -273,7 +262,7 @@ impl Reserve {
         Ok(gone)
     }
 
-    /// Returns whether nothing must be checked, zeroed or given back until the next request.
+    /// Returns whether no slice must be checked, zeroed or given back until the next request.
     pub fn is_at_rest(&self) -> bool {
         let is_unused =
             |live: &Live| live.pool.tenants().next().is_none() && live.promises.is_empty() && live.waiting.is_empty();
@@ -281,15 +270,12 @@ impl Reserve {
     }
 
     /// Returns a job for a worker: a slice to zero.
-    ///
-    /// # Errors
-    /// Its file cannot be opened.
     pub fn next_job(&mut self) -> Result<Option<Job>, Error> {
         let Some(live) = &mut self.live else { return Ok(None) };
         live.pool.next_dirty(1).map(|dirty| live.job(dirty)).transpose()
     }
 
-    /// Returns jobs for the slices that found no page before. Slices whose file cannot be opened continue to wait.
+    /// Returns jobs for the slices that found no page before. Slices whose file cannot be opened stay in the list.
     pub fn jobs_again(&mut self) -> Vec<Job> {
         let Some(live) = &mut self.live else { return Vec::new() };
         let waiting = std::mem::take(&mut live.waiting);
@@ -313,7 +299,7 @@ impl Reserve {
         }
     }
 
-    /// Returns whether a VM has memory, or did when this was last looked at.
+    /// Returns whether a VM had memory at the last check.
     pub fn has_vms(&self) -> bool {
         self.live.as_ref().is_some_and(|live| !live.names.is_empty() || !live.promises.is_empty())
     }
@@ -330,14 +316,11 @@ impl Reserve {
         stats.map(|stats| stats.dirty + stats.zeroing).sum::<u32>() > live.waiting.len() as u32
     }
 
-    /// Checks the whole state.
-    ///
-    /// # Errors
-    /// The first inconsistency.
+    /// Checks the whole state. The error is the first inconsistency.
     pub fn validate(&self) -> Result<(), crate::map::Damage> {
         self.live.as_ref().map_or(Ok(()), |live| live.pool.validate())
     }
 }
 
-/// A transition by which slices become the pool's.
+/// An operation of the map by which slices become the pool's.
 type Take = fn(&mut Pool<Shared>, Extent) -> Result<(), Invalid>;

@@ -1,7 +1,7 @@
 //! The pool's state in a file that is mapped.
 //!
 //! Before: `reserve` opens or makes the file. After: [`map`] reads and writes its words.
-//! Threads: the owner's. Promise: a store is in the file at once, even if this process dies. What is used of the file
+//! Threads: the owner's. Promise: a store is in the file at once, even if this process dies. The used part of the file
 //! has memory before it is touched: in a full file system, a touch of a hole would end the process (`SIGBUS`).
 
 use std::fs::File;
@@ -24,9 +24,6 @@ pub struct Shared {
 
 impl Shared {
     /// The words of a file of this size.
-    ///
-    /// # Errors
-    /// It cannot be mapped.
     pub fn new(file: OwnedFd, size: usize) -> io::Result<Self> {
         Ok(Self { mapping: Mapping::shared(&file, 0, size)?, file })
     }
@@ -55,18 +52,18 @@ impl Words for Shared {
     }
 }
 
-/// Why there is no usable state.
+/// The reason why there is no usable state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// The file cannot be opened, made or mapped.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is no state of a pool, or a damaged one.
+    /// The file is not the state of a pool, or is damaged.
     #[error(transparent)]
     Damage(#[from] Damage),
 }
 
-/// Makes a state that is empty. It gets its name when it is complete.
+/// Makes an empty state. Its file gets its name when it is complete.
 pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> {
     let new = path.with_extension("new");
     let file = File::options().read(true).write(true).create(true).truncate(true).open(&new)?;
@@ -79,7 +76,7 @@ pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> 
     Ok(pool)
 }
 
-/// Opens one; `None`: there is none.
+/// Opens a state; `None` if there is no file.
 pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
     let file = match File::options().read(true).write(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -90,7 +87,7 @@ pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
         return Err(Damage::Header("the file is empty".into()).into());
     }
     let mut words = Shared::new(file.into(), size)?;
-    // Its header was written, so it is there.
+    // The header was written, so the words that it names have memory.
     for used in Layout::used(&words)? {
         words.back(used)?;
     }
@@ -113,7 +110,7 @@ mod tests {
         let is_all_there = || std::fs::metadata(&path).expect("made").blocks() * 512 == used;
         drop(create(&path, &layout).expect("made"));
         assert!(is_all_there(), "it was made with holes, or takes more than it uses");
-        // As a program of before has left it.
+        // The file as a program of an earlier version leaves it: with holes.
         let file = File::options().write(true).open(&path).expect("open");
         let (from, len) = (PAGE_SIZE as u64, file.metadata().expect("made").len() - PAGE_SIZE as u64);
         memfd::punch(&file, from, len).expect("punch");

@@ -1,10 +1,10 @@
-//! Begun: requests for single pages that were sent, and whose replies are read later.
+//! Requests for single pages that were sent before their replies are waited for.
 //!
 //! Before: a fault worker met a page of the cluster. After: it has the page when the reply is there ([`Begun::now`]),
 //! and serves other faults meanwhile; or a slow worker waits for the reply ([`Begun::end`]).
 //! Threads: any; only `end` waits for a server. Units: one key a request.
-//! Promise: a request that nobody reads costs its connection and nothing else. A reply that is no value says nothing:
-//! the page is asked for again, in the usual way.
+//! Promise: a request that nobody reads costs its connection and nothing else. A reply without a value says nothing
+//! about the page: a usual read asks for it again.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -21,7 +21,6 @@ use crate::slot::slot_of;
 /// Requests under way at a time.
 const MOST: usize = 8;
 
-/// The requests of one store.
 #[derive(Debug, Default)]
 pub struct Begun(Mutex<Vec<Request>>);
 
@@ -40,7 +39,7 @@ impl Begun {
     pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: OnReply<'_>) -> bool {
         {
             let mut requests = self.0.locked();
-            // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
+            // Requests that nobody waits for any more: their connections are closed, because each will bring a reply.
             requests.retain(|request| request.since.elapsed() < request.timeout);
             if let Some(request) = requests.iter().find(|request| request.name == name) {
                 watch(request.link.fd());
@@ -75,7 +74,7 @@ impl Begun {
         value.ok().flatten()
     }
 
-    /// The same, if the reply is there; never waits. Otherwise `watch` gets the descriptor again.
+    /// As [`Begun::end`], but never waits: if the reply is not there, `watch` gets the descriptor again.
     pub fn now<T>(&self, name: &[u8], watch: OnReply<'_>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let mut request = self.take(name)?;
         let there = request.link.has_received(1);
@@ -87,7 +86,6 @@ impl Begun {
         let Request { node, link, since, timeout, .. } = request;
         let value = node.end(link, Kind::Read, since, timeout, |link| {
             there?;
-            // All of it was received.
             let replies = link.receive(1, IoContext::GUEST.until(since))?;
             Ok(replies.get(0).bytes().map(read))
         });

@@ -40,7 +40,6 @@ impl RemoteBudget {
         Arc::new(Self { limit, pages, inherited, seen, seen_bytes })
     }
 
-    /// Returns the estimated size of this many pages.
     pub(crate) fn bytes(&self, pages: u64) -> u64 {
         let (seen, bytes) = (self.seen.load(Relaxed), self.seen_bytes.load(Relaxed));
         let inherited = self.inherited.load(Relaxed);
@@ -58,9 +57,7 @@ impl RemoteBudget {
     pub(crate) fn saw(&self, count: u64, values: u64) {
         self.seen_bytes.fetch_add(values + count * KEY_BYTES, Relaxed);
         let seen = self.seen.fetch_add(count, Relaxed) + count;
-        // One thread halves both.
         if seen > MANY && self.seen.compare_exchange(seen, seen / 2, Relaxed, Relaxed).is_ok() {
-            // It never fails: the closure returns a value.
             let _ = self.seen_bytes.fetch_update(Relaxed, Relaxed, |bytes| Some(bytes / 2));
         }
     }
@@ -76,7 +73,6 @@ impl RemoteBudget {
     }
 }
 
-/// The pages of one store in the budget.
 #[derive(Debug)]
 pub(crate) struct Share {
     budget: Arc<RemoteBudget>,
@@ -97,7 +93,7 @@ impl Share {
         self.pages.load(Relaxed)
     }
 
-    /// Returns whether this many more pages fit. `waiting` pages of this store are about to be unlinked.
+    /// Returns whether this many more pages fit. `waiting` pages of this store will be unlinked soon.
     pub fn has_room(&self, count: u64, waiting: u64) -> bool {
         let held = self.budget.pages.load(Relaxed).saturating_sub(waiting);
         self.budget.bytes(held + count) <= self.budget.limit.0
@@ -109,7 +105,6 @@ impl Share {
         self.add(count);
     }
 
-    /// Counts pages that the cluster has of an earlier engine.
     pub fn inherit(&self, count: u64) {
         self.budget.inherited.fetch_add(count, Relaxed);
         self.add(count);

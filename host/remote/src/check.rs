@@ -13,7 +13,6 @@ use crate::cluster::Cluster;
 use crate::refusal::Addr;
 use crate::resp::Commands;
 
-/// How long one node may take.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Requests to a node. The last one returns the settings, and the others measure the latency.
@@ -36,7 +35,6 @@ impl Finding {
     }
 }
 
-/// Settings of a server, by name.
 type Settings = Vec<(String, String)>;
 
 const ASKED: [&str; 6] = [
@@ -92,7 +90,7 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
     found
 }
 
-/// Returns the settings of a node, and the shortest time of some requests on one connection.
+/// Returns the settings of a node, and the shortest time that a request took on one connection.
 fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> {
     let words: Vec<&[u8]> = [&b"CONFIG"[..], b"GET"].into_iter().chain(ASKED.map(str::as_bytes)).collect();
     let context = IoContext::BACKGROUND.until(Instant::now() + TIMEOUT);
@@ -121,7 +119,7 @@ fn judge_latency(addr: &Addr, took: Duration) -> Option<Finding> {
     (took > FAR).then(|| Finding::new(false, text()))
 }
 
-/// Returns a finding if a primary has more replicas than the settings say: a page must be on all that may be elected.
+/// Returns a finding if a primary has more replicas than demanded: a page must be on all that may be elected.
 fn judge_replicas(primary: &Addr, has: u32, wanted: u32) -> Option<Finding> {
     let text = || {
         format!(
@@ -132,7 +130,6 @@ fn judge_replicas(primary: &Addr, has: u32, wanted: u32) -> Option<Finding> {
     (has > wanted).then(|| Finding::new(false, text()))
 }
 
-/// Returns the problems of these settings.
 fn judge(addr: &Addr, settings: &Settings, replicas: u32) -> Vec<Finding> {
     let value = |name: &str| settings.iter().find(|(known, _)| known == name).map_or("", |(_, value)| value.as_str());
     let number = |name: &str| value(name).parse::<u64>().ok();

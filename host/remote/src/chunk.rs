@@ -1,4 +1,4 @@
-//! Chunks: the parts of a run of pages that one request can carry, and a write of one that was sent.
+//! Chunks: the parts of a run of pages that one request can carry, and the write of a chunk that was sent.
 //!
 //! Before: the store has pages to keep. After: each part is of one chunk, and so of one slot.
 //! Threads: any. Units: pages. Promise: the parts are the run, in order and without gaps.
@@ -14,18 +14,16 @@ use crate::request::{Sent, Values};
 
 /// A write of pages of one chunk that was sent: all of them are stored, or none.
 pub struct Write {
-    /// The first page, and how many there are.
     pub first: PageKey,
     pub count: u64,
     pub generation: Handle,
-    /// Time since the host started when the VM's lease was known to last.
+    /// A time, since the host started, at which the VM's lease was known to last.
     pub since: Duration,
     pub names: Vec<Vec<u8>>,
     pub values: Values,
     pub sent: Sent,
 }
 
-/// Returns the key of the page that is this many after the first.
 pub fn plus(first: PageKey, pages: usize) -> PageKey {
     first.region.page(PageIdx(first.page.0 + pages as u64))
 }
@@ -41,7 +39,6 @@ pub fn parts(first: PageKey, len: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Returns the blobs of a part of a run, if there are any.
 pub fn of_part<'a>(blobs: &'a [Vec<u8>], part: &Range<usize>) -> &'a [Vec<u8>] {
     blobs.get(part.clone()).unwrap_or_default()
 }

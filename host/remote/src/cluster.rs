@@ -35,12 +35,12 @@ pub struct ClusterOptions {
 
 /// Shortest time between two requests for the map.
 const REFRESH: Duration = Duration::from_millis(100);
-/// Age of the map at which a writer requests a new one: a replica that came since then may be elected.
+/// Age of the map at which a writer requests a new one: a replica that came since the last map may be elected.
 const OLD: Duration = Duration::from_secs(5);
-/// Age of the map at which it does not say any more which replicas must have a write.
+/// Age of the map from which on it no longer tells which replicas must have a write.
 const TOO_OLD: Duration = Duration::from_secs(20);
-/// Time that a node may take to return its map, at first and at most: for opening a connection, too. It is doubled when
-/// no node did so in time, and falls again. So one node that is silent delays the map of a quick cluster by the first.
+/// Time that a node may take to return its map and to open a connection for it, at first and at most. It is doubled
+/// when no node returned one in time, and falls again. So a silent node delays a quick cluster by the first value only.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
 const MAP_TIMEOUT_MAX: Duration = Duration::from_millis(2400);
 
@@ -51,13 +51,10 @@ pub struct Cluster {
     /// The last map, and when it was requested.
     map: RwLock<(Arc<SlotMap>, Option<Instant>)>,
     nodes: Mutex<HashMap<Addr, Arc<Node>>>,
-    /// Time of the last request for the map.
     refreshed: Mutex<Option<Instant>>,
-    /// Index of the node that is asked next, so that one with an old map is not asked again and again.
+    /// Index of the node that is asked next: in turn, so that a node with an old map is not asked again and again.
     turn: AtomicUsize,
-    /// How long the next node that is asked may take.
     map_timeout_ms: AtomicU32,
-    /// Reason why a node did not return its map when it was last asked.
     silence: Mutex<Option<String>>,
     /// The identity that was seen last, when, and by which map.
     seen: Mutex<Option<(u64, Instant, Arc<SlotMap>)>>,
@@ -88,13 +85,13 @@ impl Cluster {
         self.map.read().unwrap_or_else(PoisonError::into_inner).0.clone()
     }
 
-    /// Returns whether the last map does not say any more which replicas must have a write.
+    /// Returns whether the last map is too old to tell which replicas must have a write.
     fn is_too_old(&self) -> bool {
         let requested = self.map.read().unwrap_or_else(PoisonError::into_inner).1;
         requested.is_none_or(|at| at.elapsed() >= TOO_OLD)
     }
 
-    /// Returns the reason why a node did not return its map when it was last asked, if one failed.
+    /// Returns the reason why a node did not return its map when it was last asked; `None` if it did.
     pub fn silence(&self) -> Option<String> {
         self.silence.locked().clone()
     }
@@ -104,12 +101,12 @@ impl Cluster {
         *self.seen.locked() = Some((identity, Instant::now(), map.clone()));
     }
 
-    /// No node says that any more.
+    /// No node says that the cluster has the identity any more.
     pub(crate) fn saw_another(&self) {
         *self.seen.locked() = None;
     }
 
-    /// Returns whether that was so by this map a moment ago.
+    /// Returns whether a node of this map said, within that time, that the cluster has this identity.
     pub(crate) fn was_seen(&self, identity: u64, map: &Arc<SlotMap>, within: Duration) -> bool {
         let seen = self.seen.locked();
         seen.as_ref().is_some_and(|(id, at, by)| *id == identity && at.elapsed() < within && Arc::ptr_eq(by, map))
@@ -141,9 +138,6 @@ impl Cluster {
     }
 
     /// Runs `work` with a connection to a node.
-    ///
-    /// # Errors
-    /// The node cannot be reached, or `work` failed.
     pub fn with<T>(
         &self,
         addr: &Addr,
@@ -153,10 +147,7 @@ impl Cluster {
         self.with_as(Kind::Other, addr, context, work)
     }
 
-    /// The same for a request of this kind, whose result its timeout follows.
-    ///
-    /// # Errors
-    /// The same.
+    /// As [`Cluster::with`], for a request of this kind, whose result its timeout follows.
     pub fn with_as<T>(
         &self,
         kind: Kind,
@@ -168,9 +159,6 @@ impl Cluster {
     }
 
     /// Returns the owner of this slot. Requests a new map if the current one names none.
-    ///
-    /// # Errors
-    /// No owner is known.
     pub fn owner(&self, slot: u16, context: IoContext<'_>) -> io::Result<Addr> {
         let known = || self.map().primary(slot).cloned();
         let owner = known().or_else(|| {
@@ -185,13 +173,13 @@ impl Cluster {
         })
     }
 
-    /// Returns how many replicas must have what is written to this primary before it counts as stored: each that may be
-    /// elected in its place, and as many as the options say.
+    /// Returns how many replicas must have a write to this primary before it counts as stored: all that may be elected
+    /// in its place, and at least as many as the options say.
     ///
     /// # Errors
     /// By the map it is no primary, or the map is too old, so its replicas are not known.
     pub fn replicas_of(&self, primary: &Addr) -> io::Result<u32> {
-        // The map read afterwards is this one, or a newer one.
+        // The map that is read afterwards is this one, or a newer one.
         if self.is_too_old() {
             let why = self.silence().map(|why| format!(" ({why})")).unwrap_or_default();
             return Err(io::Error::other(format!("no node has said recently which replicas {primary} has{why}")));
@@ -203,9 +191,6 @@ impl Cluster {
     }
 
     /// Returns the map of this node.
-    ///
-    /// # Errors
-    /// The node does not return it.
     pub fn map_of(&self, addr: &Addr, context: IoContext<'_>) -> io::Result<SlotMap> {
         let asks = Commands::one(&[b"CLUSTER", b"SHARDS"]);
         self.with(addr, context, |link| {
@@ -218,7 +203,7 @@ impl Cluster {
         })
     }
 
-    /// Returns the time of the last request for the map, unless a thread is requesting one.
+    /// Returns the time of the last request for the map; `None` while a thread is requesting one.
     fn refreshed(&self) -> Option<MutexGuard<'_, Option<Instant>>> {
         match self.refreshed.try_lock() {
             Ok(refreshed) => Some(refreshed),
@@ -227,8 +212,8 @@ impl Cluster {
         }
     }
 
-    /// Requests a new map, for a write, if the last one is old. If that is too old for a write, and another thread is
-    /// requesting one, waits for it.
+    /// Requests a new map, for a write, if the last one is old. If the last one is too old for a write, and another
+    /// thread is requesting a map, waits for that thread.
     pub fn refresh_if_old(&self) {
         let refreshed = if self.is_too_old() { Some(self.refreshed.locked()) } else { self.refreshed() };
         let Some(refreshed) = refreshed else { return };
@@ -237,8 +222,8 @@ impl Cluster {
         }
     }
 
-    /// Requests a new map, unless that was done a moment ago, another thread is doing it, or one waits for a lock of
-    /// the caller. A node whose map has no slots is ignored.
+    /// Requests a new map, unless this was done a moment ago, another thread is doing it, or a thread waits for a lock
+    /// of the caller. A map without slots is ignored.
     pub fn refresh(&self, context: IoContext<'_>) {
         if let Some(refreshed) = self.refreshed() {
             self.refresh_with(refreshed, context);
@@ -256,12 +241,12 @@ impl Cluster {
         known.rotate_left(turn);
         let timeout = Duration::from_millis(self.map_timeout_ms.load(Relaxed).into());
         let (mut next, round) = (timeout, Instant::now());
-        // Silent nodes must not add up: the next round begins with another one.
+        // The timeouts of silent nodes must not add up: the next round begins with another node.
         for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX && !context.is_wanted()) {
             let begun = Instant::now();
             let map = match self.map_of(addr, context.until(begun + timeout)) {
                 Ok(map) => map,
-                // It says nothing about the cluster, and the next thread may request one at once.
+                // This error says nothing about the cluster, and the next thread may request a map at once.
                 Err(error) if is_giving_way(&error) => return,
                 Err(error) => {
                     if is_late(&error) {
@@ -272,7 +257,7 @@ impl Cluster {
                     continue;
                 }
             };
-            // Others that were late do not count then.
+            // This node then counts, even if others were late.
             let least = MAP_TIMEOUT.max(self.node(addr).opening() * 2).min(timeout);
             next = if begun.elapsed() < timeout / 4 { (timeout / 2).max(least) } else { timeout };
             if map.shards().next().is_some() {

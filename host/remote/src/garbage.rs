@@ -1,13 +1,13 @@
 //! Garbage: pages of one store that no word names any more, until their keys are unlinked.
 //!
 //! Before: a page was freed, a write failed, or an earlier engine ended. After: `tidy` has unlinked the keys, a chunk
-//! at a time, and the budget counts the pages no more.
+//! at a time, and the budget no longer counts the pages.
 //! Threads: any may free; one thread at a time unlinks and sweeps. Units: pages of the VM, by key and handle.
-//! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
-//! began. What cannot be unlinked now stays here. A node that refuses delays its own pages only. A call takes
-//! [`SLICE`], or as long as one node takes to fail, and the next one goes on from there. A chunk has what one failed
-//! write left at most: no other page is put there before that is unlinked. What a server that was stopped reads of that
-//! write afterwards stays until the VM's end, whose sweep finds it.
+//! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when the
+//! sweep began. What cannot be unlinked now stays here. A node that refuses delays its own pages only. A call takes
+//! [`SLICE`], or as long as one node takes to fail, and the next call continues there. Each chunk has the leavings of
+//! at most one failed write: no other page is put there before these are unlinked. If a server was stopped and executes
+//! the write afterwards, its pages stay until the sweep at the VM's end.
 //!
 //! *Leftovers.* A sweep of the VM's keys finds pages that an ended engine put and no word names. It runs after
 //! `recover`, and after `own` for keys that the other engine could not unlink. The thread that calls `tidy` runs it in
@@ -41,7 +41,6 @@ const SWEEP_SLICE: Duration = Duration::from_millis(20);
 /// How long a node that refused is not asked. Until it answers, that may take seconds each time.
 const REFUSES_FOR: Duration = Duration::from_secs(3);
 
-/// All garbage of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Garbage {
     freed: Mutex<Freed>,
@@ -58,33 +57,30 @@ fn chunk_of(key: PageKey) -> Chunk {
     (key.region.number, key.page.0 / CHUNK_PAGES)
 }
 
-/// Pages that must still be unlinked.
 #[derive(Debug, Default)]
 struct Freed {
     chunks: BTreeMap<Chunk, Waiting>,
     /// Freed pages among them that no node has refused to unlink, and all others.
     new: u64,
     left: u64,
-    /// The chunk that was looked at last.
     last: Chunk,
     /// Nodes that refused, and until when they are not asked. `None` stands for slots without a known owner.
     refusing: HashMap<Option<Addr>, Instant>,
 }
 
-/// Those of a chunk.
+/// The pages of a chunk that must be unlinked.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Freed pages.
     pages: HashMap<(PageKey, Handle), Tried>,
-    /// They were never counted.
+    /// Pages of failed writes, which the budget never counted.
     uncounted: Vec<FailedRun>,
 }
 
-/// Was a freed page to be unlinked before?
+/// Whether an earlier call tried to unlink a freed page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tried {
     Not,
-    /// Its node refuses.
+    /// Its node refused.
     Refused,
     /// Its node was asked, and may have unlinked it.
     Maybe,
@@ -95,28 +91,26 @@ impl Freed {
         if tried == Tried::Not { &mut self.new } else { &mut self.left }
     }
 
-    /// Adds a freed page. If it is there already, the later outcome counts.
+    /// Adds a freed page. If it is there already, the later result counts.
     fn add(&mut self, page: (PageKey, Handle), tried: Tried) {
         let before = self.chunks.entry(chunk_of(page.0)).or_default().pages.insert(page, tried);
         before.into_iter().for_each(|before| *self.count(before) -= 1);
         *self.count(tried) += 1;
     }
 
-    /// Takes a chunk out.
     fn take(&mut self, chunk: Chunk) -> Waiting {
         let waiting = self.chunks.remove(&chunk).unwrap_or_default();
         waiting.pages.values().for_each(|tried| *self.count(*tried) -= 1);
         waiting
     }
 
-    /// Returns the chunk after the last one, round and round.
+    /// Returns the chunk after the last one, in a circle.
     fn next(&mut self) -> Option<Chunk> {
         let after = self.chunks.range((Bound::Excluded(self.last), Bound::Unbounded)).next();
         self.last = *after.or_else(|| self.chunks.first_key_value())?.0;
         Some(self.last)
     }
 
-    /// The node of this chunk refuses.
     fn is_refused(&mut self, chunk: Chunk) {
         let Some(waiting) = self.chunks.get_mut(&chunk) else { return };
         for tried in waiting.pages.values_mut().filter(|tried| **tried == Tried::Not) {
@@ -137,14 +131,12 @@ struct Leftovers {
     scan: Scan,
 }
 
-/// Returns the node that has this chunk.
 fn node_of(cluster: &Cluster, waiting: &Waiting) -> Option<Addr> {
     let freed = waiting.pages.keys().next().copied();
     let page = freed.or_else(|| waiting.uncounted.first().map(|(first, _, handle)| (*first, *handle)))?;
     cluster.map().primary(slot_of(&name::key(page.0, page.1))).cloned()
 }
 
-/// Unlinks the pages of these runs.
 fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> io::Result<()> {
     let pages = |(first, count, handle): &FailedRun| {
         let (region, start, handle) = (first.region, first.page.0, *handle);
@@ -154,7 +146,6 @@ fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> io::Result<()> {
 }
 
 impl Garbage {
-    /// Adds a page that is to be unlinked.
     pub fn free(&self, key: PageKey, handle: Handle) {
         let mut freed = self.freed.locked();
         let known = freed.chunks.get(&chunk_of(key)).is_some_and(|waiting| waiting.pages.contains_key(&(key, handle)));
@@ -168,10 +159,7 @@ impl Garbage {
         self.freed.locked().chunks.entry(chunk_of(first)).or_default().uncounted.push((first, count, handle));
     }
 
-    /// Unlinks what failed writes may have left in the chunk of this page.
-    ///
-    /// # Errors
-    /// Its node does not do so; the reason.
+    /// Unlinks what failed writes may have left in the chunk of this page. Fails if its node does not do so.
     pub fn unlink_failed(&self, cluster: &Cluster, key: PageKey) -> io::Result<()> {
         let runs = match self.freed.locked().chunks.get_mut(&chunk_of(key)) {
             Some(waiting) if !waiting.uncounted.is_empty() => std::mem::take(&mut waiting.uncounted),
@@ -195,7 +183,7 @@ impl Garbage {
         freed.new + freed.left
     }
 
-    /// Returns the number of those that no node has refused to unlink.
+    /// Returns the number of freed pages that wait and that no node has refused to unlink.
     pub fn waiting_briefly(&self) -> u64 {
         self.freed.locked().new
     }
@@ -207,7 +195,6 @@ impl Garbage {
             as u64
     }
 
-    /// Returns whether nothing is left to be unlinked.
     pub fn is_empty(&self) -> bool {
         self.freed.locked().chunks.is_empty() && self.leftovers.locked().is_none()
     }
@@ -222,10 +209,7 @@ impl Garbage {
         *self.leftovers.locked() = Some(Leftovers { live, newest, scan: Scan::new(name::pattern(vm)) });
     }
 
-    /// Unlinks pages that were freed, for a short time.
-    ///
-    /// # Errors
-    /// The first reason why a node does not do so. A later call unlinks its pages.
+    /// Unlinks pages that were freed, for a short time. A node may fail to do so: a later call unlinks its pages.
     pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> io::Result<()> {
         let (begun, mut refusal) = (Instant::now(), None);
         let chunks = self.freed.locked().chunks.len();
@@ -247,7 +231,7 @@ impl Garbage {
                 Ok(()) => drop(self.freed.locked().refusing.remove(&node)),
                 Err(why) => {
                     let (now, mut freed) = (Instant::now(), self.freed.locked());
-                    // The map may have had other nodes.
+                    // The map may have other nodes now.
                     freed.refusing.retain(|_, until| now < *until);
                     freed.refusing.insert(node, now + REFUSES_FOR);
                     refusal.get_or_insert(why);
@@ -257,13 +241,13 @@ impl Garbage {
         refusal.map_or(Ok(()), Err)
     }
 
-    /// Unlinks what was taken out of a chunk. What its node refuses goes back.
+    /// Unlinks the pages of a chunk that were taken out. Those that the node refuses go back.
     fn unlink(&self, cluster: &Cluster, share: &Share, waiting: Waiting) -> io::Result<()> {
         let Waiting { pages, uncounted } = waiting;
         let keys = pages.keys().map(|(key, handle)| name::key(*key, *handle)).collect();
         let unlinked = sweep::unlink(cluster, keys);
         if let Ok(gone) = &unlinked {
-            // A page that may have been unlinked before counts as unlinked now.
+            // A page whose unlinking may have succeeded before counts as unlinked now.
             let maybe = pages.values().filter(|tried| **tried == Tried::Maybe).count() as u64;
             share.sub((gone + maybe).min(pages.len() as u64));
         } else {
@@ -274,10 +258,8 @@ impl Garbage {
         self.unlink_runs(cluster, &uncounted)
     }
 
-    /// Continues the sweep for leftovers of this VM, for a short time.
-    ///
-    /// # Errors
-    /// The reason why a node does not list its keys, or does not unlink them. A later call does that step again.
+    /// Continues the sweep for leftovers of this VM, for a short time. If a node does not list or unlink its keys,
+    /// fails with the reason; a later call repeats the step.
     pub fn sweep(&self, cluster: &Cluster) -> io::Result<()> {
         let mut leftovers = self.leftovers.locked();
         let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return Ok(()) };

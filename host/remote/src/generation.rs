@@ -15,10 +15,8 @@ use ballast_sys::lock::Lock;
 /// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
 
-/// The generations of one store.
 #[derive(Debug)]
 pub struct Generations {
-    /// The last one drawn.
     last: Mutex<u64>,
 }
 
@@ -28,12 +26,11 @@ pub fn tick_now() -> u64 {
 }
 
 impl Generations {
-    /// Those after now.
+    /// Generations that begin after now.
     pub fn new() -> Self {
         Self { last: Mutex::new(tick_now()) }
     }
 
-    /// Returns an unused generation, or `None` if none is left.
     pub fn draw(&self) -> Option<Handle> {
         let mut last = self.last.locked();
         while tick_now() <= *last {

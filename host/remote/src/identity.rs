@@ -40,21 +40,20 @@ use crate::seal;
 use crate::slot::slot_of;
 use crate::stream::gives_way;
 
-/// Keys of an identity.
 const KEYS: usize = 16;
 /// Longest time that one node may take, and all of them together.
 const TIMEOUT: Duration = Duration::from_secs(1);
 const ALL: Duration = Duration::from_secs(5);
-/// For so long a put relies on the last answer, as long as the map of the slots is the same.
+/// As long as the map of the slots is the same, a put relies on the last answer for this time.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Where the identity of the cluster that has a VM's pages is kept, for all engines of the VM.
+/// Storage, for all engines of a VM, of the identity of the cluster that has the VM's pages.
 pub trait Kept: fmt::Debug + Send + Sync {
-    /// Returns it; zero if none is kept.
+    /// Returns the kept identity, or zero.
     fn get(&self) -> u64;
-    /// Keeps this one, unless one is kept.
+    /// Keeps this identity, unless one is kept.
     fn keep(&self, identity: u64);
-    /// Keeps none any more: no page of the VM is in any cluster.
+    /// Deletes the kept identity: no page of the VM is in any cluster.
     fn forget(&self);
 }
 
@@ -65,7 +64,7 @@ impl Kept for Arc<AtomicU64> {
     }
 
     fn keep(&self, identity: u64) {
-        // One that is kept stays.
+        // An identity that is kept stays.
         let _ = self.compare_exchange(0, identity, Ordering::AcqRel, Ordering::Acquire);
     }
 
@@ -77,13 +76,12 @@ impl Kept for Arc<AtomicU64> {
 /// Tells operators a sentence.
 pub type Tell = Box<dyn Fn(String) + Send + Sync>;
 
-/// The cluster of one VM.
+/// The cluster that has, or will have, the pages of one VM.
 pub(crate) struct Home {
     kept: Box<dyn Kept>,
     tell: Option<Tell>,
-    /// Words name pages, or may do so.
     has_pages: AtomicBool,
-    /// What operators were told, while it is so.
+    /// The sentence that operators were told, as long as it is true.
     elsewhere: Mutex<Option<String>>,
 }
 
@@ -98,28 +96,28 @@ impl Home {
         Self { kept, tell, has_pages: AtomicBool::new(false), elsewhere: Mutex::default() }
     }
 
-    /// Is it kept which cluster has pages of the VM?
+    /// Returns whether it is known which cluster has pages of the VM.
     pub fn is_kept(&self) -> bool {
         self.kept.get() != 0
     }
 
-    /// Words name pages of the VM, or may do so.
+    /// Notes that words name pages of the VM, or may do so.
     pub fn has_pages(&self) {
         self.has_pages.store(true, Ordering::Release);
     }
 
-    /// All words are known, no other engine puts any pages, and no word names one.
+    /// Notes that no cluster has a page of the VM: all words are known, none names one, and no other engine puts any.
     pub fn has_no_pages(&self) {
         self.kept.forget();
         self.has_pages.store(false, Ordering::Release);
     }
 
-    /// What operators were told, if this is not the cluster of the VM.
+    /// Returns what operators were told, if this is not the cluster of the VM.
     pub fn elsewhere(&self) -> Option<String> {
         self.elsewhere.locked().clone()
     }
 
-    /// Is this the cluster that the next page goes to?
+    /// Checks that this is the cluster to which the next page may go.
     ///
     /// # Errors
     /// It is not, or that is not known; the reason.
@@ -132,22 +130,21 @@ impl Home {
         self.ask(cluster, &map, context).inspect_err(|_| cluster.refresh(context))
     }
 
-    /// Does it count that no node of this map has a page?
+    /// Checks whether a page is lost if no node of this map has it.
     ///
     /// # Errors
-    /// It does not; the reason.
+    /// It is not lost, or that is not known; the reason.
     pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> io::Result<()> {
         if self.is_kept() {
             return self.ask(cluster, map, context);
         }
-        // Each put keeps the identity first, so this is a state file that was damaged: nothing may count as lost.
+        // Each put keeps the identity first, so the state file was damaged: nothing may count as lost.
         match self.has_pages.load(Ordering::Acquire) {
             true => Err(io::Error::other("it is not kept which cluster has the VM's pages")),
             false => Ok(()),
         }
     }
 
-    /// Asks the nodes of this map.
     fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> io::Result<()> {
         let context = context.until(Instant::now() + ALL);
         let mut kept = self.kept.get();
@@ -155,7 +152,7 @@ impl Home {
         if kept == 0 {
             let here = said.most().map_or_else(|| make(cluster, map, &said, context), Ok)?;
             self.kept.keep(here);
-            // An engine beside this one may have been first.
+            // Another engine of the VM may have kept an identity first.
             kept = self.kept.get();
             if kept == here {
                 cluster.saw(kept, map);
@@ -175,7 +172,7 @@ impl Home {
         Err(io::Error::other(self.not_here(kept, said.most())))
     }
 
-    /// This is not the cluster of the VM.
+    /// Tells that this is not the cluster of the VM.
     fn not_here(&self, kept: u64, here: Option<u64>) -> String {
         let here = here.map_or_else(|| "none".into(), |here| format!("{here:016x}"));
         self.say(format!(
@@ -186,7 +183,7 @@ impl Home {
         ))
     }
 
-    /// Tells operators, once, where its pages are not.
+    /// Tells operators, once, that the cluster does not have the VM's pages.
     fn say(&self, text: String) -> String {
         let before = self.elsewhere.locked().replace(text.clone());
         if let Some(tell) = self.tell.as_ref().filter(|_| before.as_ref() != Some(&text)) {
@@ -196,7 +193,6 @@ impl Home {
     }
 }
 
-/// Returns a map that has nodes.
 fn with_nodes(cluster: &Cluster) -> io::Result<Arc<SlotMap>> {
     if cluster.map().shards().next().is_none() {
         cluster.owner(slot_of(&name::identity(0)), IoContext::BACKGROUND)?;
@@ -204,14 +200,13 @@ fn with_nodes(cluster: &Cluster) -> io::Result<Arc<SlotMap>> {
     Ok(cluster.map())
 }
 
-/// What a cluster says under the keys of its identity.
+/// What the nodes returned for the keys of the identity.
 #[derive(Debug, Default)]
 struct Said {
-    /// The key's number, and the identity.
+    /// Number of the key, and the identity under it.
     found: Vec<(usize, u64)>,
-    /// Keys that no node has.
     missing: Vec<usize>,
-    /// Why some keys could not be asked for.
+    /// The reason if some keys could not be asked for.
     silent: Option<String>,
 }
 
@@ -220,14 +215,13 @@ impl Said {
         self.found.iter().any(|(_, here)| *here == identity)
     }
 
-    /// The identity under most of the keys.
     fn most(&self) -> Option<u64> {
         let count = |identity| self.found.iter().filter(|(_, here)| *here == identity).count();
         self.found.iter().map(|(_, here)| *here).max_by_key(|here| (count(*here), *here))
     }
 }
 
-/// Returns the numbers of the keys, by their nodes; those that were slow to answer come last.
+/// Returns the numbers of the keys by their nodes, with slow nodes at the end.
 fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> {
     let mut nodes: Vec<(Option<Addr>, Vec<usize>)> = Vec::new();
     for at in 0..KEYS {
@@ -243,7 +237,7 @@ fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> 
     nodes
 }
 
-/// Asks node by node, until one says `wanted`.
+/// Asks node by node, until one returns `wanted`.
 fn read(cluster: &Cluster, map: &SlotMap, wanted: u64, context: IoContext<'_>) -> Said {
     let mut said = Said::default();
     for (addr, keys) in by_node(cluster, map) {
@@ -288,7 +282,7 @@ fn parse(text: &str) -> Option<u64> {
     u64::from_str_radix(text, 16).ok().filter(|identity| is_it && *identity != 0)
 }
 
-/// Gives an identity to a cluster that was asked for all keys and has none.
+/// Gives an identity to a cluster that was asked for all keys and has none of them.
 fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -> io::Result<u64> {
     if let Some(why) = &said.silent {
         return Err(io::Error::other(format!("the cluster's identity is not known: {why}")));
@@ -296,14 +290,14 @@ fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -
     let random = seal::new_key()?;
     let identity = random.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).find(|number| *number != 0);
     let identity = identity.ok_or_else(|| io::Error::other("the kernel has no random numbers"))?;
-    // Of engines that do this at the same time, the one that sets the first key is the first.
+    // Engines may do this at the same time: the identity of the engine that sets the first key counts.
     let here = set(cluster, map, 0, identity, context)?;
-    // What cannot be set now is set by `mend`.
+    // `mend` sets the keys that cannot be set now.
     (1..KEYS).take_while(|_| !context.is_wanted()).for_each(|at| drop(set(cluster, map, at, here, context)));
     Ok(here)
 }
 
-/// Sets a key that is missing. Returns what is there.
+/// Sets a key that is missing. Returns the identity that is there then.
 fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, context: IoContext<'_>) -> io::Result<u64> {
     let key = name::identity(at);
     let addr = map.primary(slot_of(&key)).ok_or_else(|| io::Error::other("some slots have no node"))?;
@@ -318,7 +312,7 @@ fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, context: IoCo
     asked.map_err(|error| io::Error::other(format!("the cluster's identity cannot be set: {addr}: {error}")))
 }
 
-/// Adds keys of the cluster's identity that are missing, if all can be asked for and one is there.
+/// Adds keys of the cluster's identity that are missing, if every key can be asked for and one is there.
 pub fn mend(cluster: &Cluster) {
     let (map, context) = (cluster.map(), IoContext::BACKGROUND.until(Instant::now() + ALL));
     let said = read(cluster, &map, 0, context);

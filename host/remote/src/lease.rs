@@ -36,16 +36,15 @@ pub struct Lease {
     renewal: Mutex<Renewal>,
 }
 
-/// The last renewal.
 #[derive(Debug)]
 struct Renewal {
-    /// Its time since the host started; that of the object's creation if there was none.
+    /// Time since the host started, of the renewal; or of the object's creation if there was none.
     at: Duration,
     was_done: bool,
 }
 
 impl Renewal {
-    /// Time since then, with the time that the host was suspended.
+    /// Time since the renewal, with the time that the host was suspended.
     fn age(&self) -> Duration {
         clock::boot_time().saturating_sub(self.at)
     }
@@ -70,11 +69,11 @@ impl Lease {
         if renewal.was_done && renewal.age() < self.lasts / 10 {
             return Ok(());
         }
-        // The server counts from when it executes it, and its reply may be read much later.
+        // The server counts from the time at which it executes the command, and its reply may be read much later.
         let at = clock::boot_time();
         let key = name::lease(self.vm);
         let ms = self.lasts.as_millis().to_string();
-        // A node that is out of memory refuses the first and executes the second.
+        // A node that is out of memory refuses the first command and executes the second.
         let mut asks = Commands::one(&[b"SET", &key, b"1", b"PX", ms.as_bytes()]);
         asks.add(&[b"PEXPIRE", &key, ms.as_bytes()]);
         at_owner(cluster, &key, &asks, |replies| match replies.get(0).error() {
@@ -88,16 +87,16 @@ impl Lease {
     }
 
     /// Checks that a lease that [`Lease::ensure`] left at this time since the host started has not run out since. The
-    /// process may have been stopped, and another host may have removed what was stored meanwhile.
+    /// process may have been stopped, and another host may have removed the stored pages meanwhile.
     ///
     /// # Errors
-    /// It may have run out.
+    /// The lease may have run out.
     pub fn has_lasted(&self, since: Duration) -> io::Result<()> {
         let passed = clock::boot_time().saturating_sub(since);
         if passed < self.lasts / 2 { Ok(()) } else { Err(io::Error::other("its lease may have run out meanwhile")) }
     }
 
-    /// Returns for how long it has not been renewed, if that is half of its duration or more.
+    /// Returns the time without a renewal, if that is half of the lease or more.
     pub fn overdue(&self) -> Option<Duration> {
         Some(self.renewal().age()).filter(|age| *age >= self.lasts / 2)
     }
@@ -128,10 +127,10 @@ fn at_owner<T>(
     Err(last)
 }
 
-/// Returns whether the VM has no lease, as a node says that accepts writes.
+/// Returns whether a node that accepts writes says that the VM has no lease.
 fn is_without(cluster: &Cluster, vm: VmId) -> bool {
     let key = name::lease(vm);
-    // A write that changes nothing: it sets a key that exists to its own value, until the same time.
+    // A write that changes nothing: it sets a key that exists to its own value and keeps its expiry.
     let asks = Commands::one(&[b"SET", &key, b"1", b"XX", b"KEEPTTL"]);
     let is_nil = at_owner(cluster, &key, &asks, |replies| {
         let said = replies.get(0);
@@ -140,7 +139,6 @@ fn is_without(cluster: &Cluster, vm: VmId) -> bool {
     is_nil.unwrap_or(false)
 }
 
-/// Pages of some VMs that are removed, by one scan.
 #[derive(Debug)]
 struct Removal {
     /// The VMs, and how many pages of each were removed.
@@ -158,7 +156,7 @@ impl Removal {
         Self { vms, scan: Scan::new(pattern) }
     }
 
-    /// Removes some pages, of VMs that are still gone. Returns whether it was at the end.
+    /// Removes some pages, of VMs that are still gone. Returns whether the scan was at its end.
     fn step(&mut self, cluster: &Cluster, is_gone: &dyn Fn(VmId) -> bool) -> io::Result<bool> {
         let Some(keys) = self.scan.step(cluster)? else { return Ok(true) };
         let mut of: HashMap<VmId, Vec<Vec<u8>>> = HashMap::new();
@@ -171,7 +169,7 @@ impl Removal {
         }
         for (vm, keys) in of {
             if !is_gone(vm) {
-                // What was removed before is reported.
+                // A VM of which pages were removed is reported.
                 self.vms.retain(|other, pages| *other != vm || *pages > 0);
                 continue;
             }
@@ -187,7 +185,7 @@ impl Removal {
     }
 }
 
-/// Removes the leases and the pages of VMs that ended. All that end during one scan are served by the next.
+/// Removes the leases and the pages of VMs that ended. VMs that end during a scan are left to the next scan.
 #[derive(Debug, Default)]
 pub struct Ended {
     waiting: HashMap<VmId, u64>,
@@ -197,21 +195,20 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// This VM has ended, and does not return.
+    /// Adds a VM that has ended and does not come back.
     pub fn add(&mut self, vm: VmId) {
         self.waiting.insert(vm, 0);
     }
 
-    /// Returns whether nothing is left to be done.
+    /// Returns whether no VM waits for its removal, and no scan is under way.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty() && self.under_way.is_none()
     }
 
-    /// Does the next step. Returns the VMs that have no page in the cluster any more, with the number of the pages that
-    /// they had.
+    /// Does the next step. Returns the VMs that no longer have a page in the cluster, and how many pages each had.
     ///
     /// # Errors
-    /// A node does not respond: a later step does that again.
+    /// A node does not respond: a later call repeats the step.
     pub fn step(&mut self, cluster: &Cluster) -> io::Result<Vec<(VmId, u64)>> {
         if self.under_way.is_none() && !self.waiting.is_empty() {
             let vms = std::mem::take(&mut self.waiting);
@@ -220,7 +217,7 @@ impl Ended {
         }
         let Some(removal) = &mut self.under_way else { return Ok(Vec::new()) };
         if let Some(vm) = self.leases.pop() {
-            // One that cannot be removed runs out.
+            // A lease that cannot be removed runs out.
             let _ = request::run(
                 cluster,
                 Verb::Unlink,
@@ -240,19 +237,18 @@ impl Ended {
 pub struct Leaseless {
     /// Time since which each VM is known to have no lease.
     without: HashMap<VmId, Instant>,
-    /// The look under way: whether each VM found so far is without a lease.
+    /// The scan of the leases: whether each VM found so far has none.
     look: Option<(HashMap<VmId, bool>, Scan)>,
-    /// Pages that are being removed.
     removal: Option<Removal>,
 }
 
 impl Leaseless {
-    /// Scans all keys of the cluster, and removes pages of VMs that had no lease `lasts` ago and have none now. Returns
-    /// these VMs with the number of their pages. `is_here` tells VMs that are never removed. `between` is called
+    /// Scans all keys of the cluster, and removes pages of VMs that had no lease `lasts` ago and have none now. VMs for
+    /// which `is_here` is true keep theirs. Returns the VMs that lost pages, with their number. `between` is called
     /// between any two steps.
     ///
     /// # Errors
-    /// The cluster does not respond; the next call goes on from there.
+    /// The cluster does not respond; the next call continues there.
     pub fn sweep(
         &mut self,
         cluster: &Cluster,
@@ -287,7 +283,7 @@ impl Leaseless {
             self.removal = Some(Removal::of(gone));
         }
         let Some(removal) = &mut self.removal else { return Ok(Vec::new()) };
-        // The scan took its time, and so does this one: each step asks again.
+        // The scan took its time, and so does the removal: each step asks for the lease again.
         while !removal.step(cluster, &is_gone)? {
             between();
         }

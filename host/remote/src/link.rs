@@ -29,18 +29,17 @@ pub struct Access {
     pub tls: Option<Tls>,
 }
 
-/// When a call gives up if nothing comes, and by how much later at most if something does: by as long as what has come
-/// takes at 1 MB/s.
+/// The time at which a call gives up. Bytes that come extend it, at 1 MB/s.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline<'a> {
-    /// The context of the call. Its time is when the call gives up if nothing comes.
+    /// The context of the call: the call ends at its time if no bytes come.
     pub context: IoContext<'a>,
-    /// By how much later it gives up at most.
+    /// The longest extension.
     pub more: Duration,
 }
 
 impl<'a> Deadline<'a> {
-    /// The context after this many bytes.
+    /// The context after this many bytes came.
     fn after(self, bytes: usize) -> IoContext<'a> {
         let more = self.more.min(Duration::from_micros(bytes as u64));
         IoContext { until: self.context.until.map(|until| until + more), ..self.context }
@@ -53,25 +52,22 @@ impl<'a> From<IoContext<'a>> for Deadline<'a> {
     }
 }
 
-/// A connection to one node.
 #[derive(Debug)]
 pub struct Link {
     stream: Stream,
-    /// The first `len` bytes are of replies that no caller has got.
+    /// The first `len` bytes are replies that no caller has taken.
     buffer: Vec<u8>,
     len: usize,
 }
 
 /// Bytes read from the kernel at a time.
 const READ_BYTES: usize = 64 << 10;
-/// Reads of a call that never waits. A server that sends as fast as it is read would keep it.
+/// Reads of a call that never waits: without a bound, a server that sends as fast as it is read would hold the caller.
 const READS: usize = 8;
 
 impl Link {
-    /// Connects and authenticates.
-    ///
-    /// # Errors
-    /// The server cannot be reached, does not reply in time, has a wrong certificate, or rejects the user.
+    /// Connects and authenticates. Fails if the server cannot be reached, does not reply in time, has a wrong
+    /// certificate, or rejects the user.
     pub fn open(addr: &Addr, access: &Access, context: IoContext<'_>) -> io::Result<Self> {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
         for at in resolve(addr, context)? {
@@ -96,43 +92,30 @@ impl Link {
         }
     }
 
-    /// Sends commands and reads a reply for each. After an error it is unknown which commands were executed.
-    ///
-    /// # Errors
-    /// The connection is broken, the deadline has passed, or the bytes received are no reply.
+    /// Sends commands and reads a reply for each. Fails if the connection is broken, the deadline has passed, or the
+    /// bytes received are no reply; then it is unknown which commands were executed.
     pub fn ask<'c>(&mut self, commands: &Commands, deadline: impl Into<Deadline<'c>>) -> io::Result<Replies<'_>> {
         let deadline = deadline.into();
         self.send(commands, deadline.context)?;
         self.receive(commands.count(), deadline)
     }
 
-    /// Sends commands whose replies are received later, all at once. The replies must be short, because no thread reads
-    /// them meanwhile.
-    ///
-    /// # Errors
-    /// The connection is broken, or the deadline has passed.
+    /// Sends commands whose replies are received later, all at once. The replies must be short: nobody reads them yet.
     pub fn send(&mut self, commands: &Commands, context: IoContext<'_>) -> io::Result<()> {
         self.stream.send(commands.bytes(), context)
     }
 
-    /// The same, but never waits.
-    ///
-    /// # Errors
-    /// The connection is broken, or does not take all of it at once. It must not be used again.
+    /// As [`Link::send`], but never waits: it fails if not all is taken at once. Then the connection must be closed.
     pub fn send_at_once(&mut self, commands: &Commands) -> io::Result<()> {
         self.stream.send_at_once(commands.bytes())
     }
 
-    /// Returns the descriptor that has input when replies come.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.stream.fd()
     }
 
-    /// Receives what has come of short replies, and never waits; there may be more to read. Returns whether this many
-    /// are complete: then [`Link::receive`] does not wait either.
-    ///
-    /// # Errors
-    /// The connection is broken, or the bytes received are no reply. It must not be used again.
+    /// Receives the bytes of short replies that have come, and never waits; there may be more to read. Returns whether
+    /// this many replies are complete: then [`Link::receive`] does not wait either. A failed connection must be closed.
     pub fn has_received(&mut self, count: usize) -> io::Result<bool> {
         for _ in 0..READS {
             if self.parse(count)?.0.len() == count {
@@ -152,10 +135,7 @@ impl Link {
         Ok(self.parse(count)?.0.len() == count)
     }
 
-    /// Reads this many replies, which must be all that are outstanding.
-    ///
-    /// # Errors
-    /// The same as of [`Link::ask`].
+    /// Reads this many replies, which must be all that are outstanding. Fails as [`Link::ask`] does.
     pub fn receive<'c>(&mut self, count: usize, deadline: impl Into<Deadline<'c>>) -> io::Result<Replies<'_>> {
         let (deadline, begun) = (deadline.into(), Instant::now());
         let (mut replies, mut at) = self.parse(count)?;
@@ -178,14 +158,13 @@ impl Link {
         Ok(Replies::new(&self.buffer[..len], replies))
     }
 
-    /// Parses up to this many replies. Returns them, and the position of the next one.
     fn parse(&self, count: usize) -> io::Result<(Vec<Reply>, usize)> {
         let mut replies = Vec::with_capacity(count);
         let at = self.parse_on(&mut replies, 0, count)?;
         Ok((replies, at))
     }
 
-    /// Parses from there on, until there are this many replies or bytes are missing.
+    /// Parses from `at` on, until there are this many replies or bytes are missing.
     fn parse_on(&self, replies: &mut Vec<Reply>, mut at: usize, count: usize) -> io::Result<usize> {
         let invalid = |error: Malformed| io::Error::new(io::ErrorKind::InvalidData, error.to_string());
         while replies.len() < count {
@@ -196,7 +175,7 @@ impl Link {
         Ok(at)
     }
 
-    /// Makes room for the next bytes in the buffer. Its size stays, because new space would have to be zeroed.
+    /// Makes room for the next bytes in the buffer. It does not shrink, because new space would have to be zeroed.
     fn make_room(&mut self) -> io::Result<()> {
         if self.len >= REPLY_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply does not end"));

@@ -1,8 +1,8 @@
 //! Loss: the owner of a slot does not have a page, or has a damaged value. The page is lost only after every node that
 //! might have it was asked.
 //!
-//! Before: `Found::Nothing` for a page that a word names, or a value that is not its. After: the page was found, is
-//! lost, or its state is unknown.
+//! Before: `Found::Nothing` for a page that a word names, or a value that is not the page's. After: the page was found,
+//! is lost, or its state is unknown.
 //! Threads: any; the caller waits. Units: nodes.
 //! Promise: silence is not loss. If a node cannot be asked, a vote has no majority, a slot is moving, or the cluster is
 //! not the one that has the VM's pages (`identity`), the state is unknown, and threads that want the page wait.
@@ -26,27 +26,24 @@ use crate::resp::Commands;
 use crate::slot::slot_of;
 use crate::stream::{gives_way, left};
 
-/// Longest time that one node may take. It is asked for a few keys, and rarely.
+/// Longest time that one node may take: it is asked for a few keys only.
 const TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest time that all nodes together may take. After that the state is unknown, and the reader of the page retries.
 const ALL: Duration = Duration::from_secs(10);
 
-/// Result of the search for a page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// A node has it.
     Found,
     /// Some nodes have a value, and none of these is the page's.
     Damaged,
-    /// No node has it.
     Lost,
-    /// Its state cannot be determined now; the reason.
+    /// The state of the page cannot be determined now; the reason.
     Unknown(String),
 }
 
-/// Searches for keys of one slot on all nodes that may have them, until `opens` says that a value is the page's; its
-/// first argument is the key's index. `loses` says, for the map of the nodes that were asked, whether that counts if
-/// none has a page; else why not.
+/// Searches for keys of one slot on all nodes that may have them, until `opens` accepts a value for each; its first
+/// argument is the key's index. `loses` decides, from the map that names the nodes, whether a page that none has is
+/// lost; else it says why not.
 pub fn verdicts(
     cluster: &Cluster,
     keys: &[&[u8]],
@@ -67,7 +64,7 @@ pub fn verdicts(
             let asked = ask(cluster, node, &open, context, &mut |at, value| {
                 said[at] = if opens(at, value) { Verdict::Found } else { Verdict::Damaged };
             });
-            // The next one may have the page.
+            // The next node may have the page.
             silent = silent.or(asked.err());
         }
         silent.map_or(Ok(map), Err)
@@ -98,7 +95,7 @@ fn elected(cluster: &Cluster, slot: u16, context: IoContext<'_>) -> io::Result<(
         let said = cluster.map_of(addr, context.until(Instant::now() + TIMEOUT));
         let Some(shard) = said.as_ref().ok().and_then(|said| said.shard(slot)) else { continue };
         owners.push(shard.primary.clone());
-        // Any node that one of them names may have the page.
+        // Any node that a primary names may have the page.
         let named = shard.replicas.iter().chain(&shard.primary);
         nodes.extend(named.filter(|node| known.insert((*node).clone())).cloned());
     }
@@ -110,8 +107,8 @@ fn elected(cluster: &Cluster, slot: u16, context: IoContext<'_>) -> io::Result<(
     Ok((owner, nodes, map))
 }
 
-/// Reads keys from this node (a replica, if that is said), and passes on the values with the numbers of their keys.
-/// After an error, the state of the pages at this node is unknown.
+/// Reads keys from this node (`replica`: it is one), and passes on the values with the numbers of their keys. After an
+/// error, it is unknown whether the node has the pages.
 fn ask(
     cluster: &Cluster,
     (addr, replica): (&Addr, bool),
@@ -125,7 +122,7 @@ fn ask(
     left(context)?;
     let context = context.until(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
-    // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.
+    // `READONLY` has no effect on a primary. It is undone below, because later requests use this connection, too.
     if replica {
         commands.add(&[b"READONLY"]);
     }

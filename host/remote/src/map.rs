@@ -7,35 +7,28 @@ use crate::refusal::{Addr, HOST_MAX};
 use crate::resp::{Malformed, Said};
 use crate::slot::SLOTS;
 
-/// A primary and its replicas, and the slots they have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shard {
-    /// First and last slot of each range.
     pub slots: Vec<(u16, u16)>,
     /// Node that takes writes. A shard whose primary has failed has none until a failover.
     pub primary: Option<Addr>,
     /// All other nodes, whether they respond or not.
     pub replicas: Vec<Addr>,
-    /// How many of these may become the primary: replicas that the cluster does not call failed.
+    /// Number of replicas that may become the primary: those that the cluster does not call failed.
     pub electable: u32,
 }
 
 /// Limit of nodes, and of shards, in a cluster. The cluster specification advises against more than 1,000.
 const NODES_MAX: usize = 2048;
 
-/// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlotMap {
     shards: Vec<Shard>,
-    /// Index of the shard, by slot.
     owner: Vec<Option<u16>>,
 }
 
 impl SlotMap {
-    /// Builds the map of these shards.
-    ///
-    /// # Errors
-    /// There are too many shards or nodes, or a slot that is none or that two ranges have.
+    /// Builds the map of these shards. Fails if they are too many, or if a slot is out of range or in two ranges.
     pub fn new(shards: Vec<Shard>) -> Result<Self, Malformed> {
         let nodes: usize = shards.iter().map(|shard| shard.replicas.len() + 1).sum();
         if shards.len() > NODES_MAX || nodes > NODES_MAX {
@@ -46,7 +39,7 @@ impl SlotMap {
             for (first, last) in &shard.slots {
                 let range = owner.get_mut(usize::from(*first)..=usize::from(*last));
                 let range = range.ok_or(Malformed("slots are no ranges"))?;
-                // So the ranges are as many as the slots at most.
+                // With no slot in two ranges, there are at most as many ranges as slots.
                 if range.iter().any(Option::is_some) {
                     return Err(Malformed("a slot is there twice"));
                 }
@@ -56,50 +49,42 @@ impl SlotMap {
         Ok(Self { shards, owner })
     }
 
-    /// Reads the reply of this node to `CLUSTER SHARDS`.
-    ///
-    /// # Errors
-    /// The reply is malformed.
+    /// Reads a node's reply to `CLUSTER SHARDS`.
     pub fn read(reply: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Self, Malformed> {
         let shards = reply.array().ok_or(Malformed("shards are no list"))?;
         Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?)
     }
 
-    /// Returns the shard that has this slot.
     pub fn shard(&self, slot: u16) -> Option<&Shard> {
         let number = (*self.owner.get(usize::from(slot))?)?;
         self.shards.get(usize::from(number))
     }
 
-    /// Returns the primary that has this slot.
     pub fn primary(&self, slot: u16) -> Option<&Addr> {
         self.shard(slot)?.primary.as_ref()
     }
 
-    /// Returns how many nodes may be elected in place of this primary. If it is there twice, as with the id that it had
-    /// before a reset, the larger number counts.
+    /// Returns how many nodes may be elected in place of this primary. If the map has it twice, as with the id that it
+    /// had before a reset, the larger number counts.
     pub fn electable(&self, primary: &Addr) -> Option<u32> {
         let all = self.shards.iter().filter(|shard| shard.primary.as_ref() == Some(primary));
         all.map(|shard| shard.electable).max()
     }
 
-    /// Returns all shards with slots.
     pub fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.shards.iter().filter(|shard| !shard.slots.is_empty())
     }
 
-    /// Returns replicas of which it is unknown whose they are.
+    /// Returns replicas whose shard is unknown.
     pub fn strays(&self) -> impl Iterator<Item = &Addr> {
         let is_stray = |shard: &&Shard| shard.slots.is_empty() && shard.primary.is_none() && shard.electable > 0;
         self.shards.iter().filter(is_stray).flat_map(|shard| &shard.replicas)
     }
 
-    /// Returns all nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &Addr> {
         self.shards.iter().flat_map(|shard| shard.primary.iter().chain(&shard.replicas))
     }
 
-    /// Returns the number of slots that no shard has.
     pub fn uncovered(&self) -> usize {
         self.owner.iter().filter(|owner| owner.is_none()).count()
     }
@@ -135,7 +120,7 @@ fn read_shard(shard: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Shard, Mal
             return Err(Malformed("a node's name is too long"));
         }
         let addr = Addr { host: host.into(), port };
-        // `fail`, or `failed`: the servers say the first, and their manuals the second.
+        // The servers report `fail`, and their manuals say `failed`.
         let has_failed = text("health").is_some_and(|health| health.starts_with("fail"));
         match text("role") {
             // A failed node is a former primary; it may still have copies.

@@ -12,18 +12,16 @@ use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, RegionKey};
 use ballast_base::wire::VmId;
 
-/// Pages of a chunk.
 pub const CHUNK_PAGES: u64 = 512;
 
-/// Returns the key of this page in this generation.
 pub fn key(page: PageKey, generation: Handle) -> Vec<u8> {
     let (chunk, within) = (page.page.0 / CHUNK_PAGES, page.page.0 % CHUNK_PAGES);
     let PageKey { region, .. } = page;
     format!("b{{{}:{:x}:{chunk:x}}}{within:x}:{:x}", region.vm, region.number, generation.bits()).into_bytes()
 }
 
-/// Returns the keys of these pages. Parts of a key that are the same as in the one before are not formatted again,
-/// because a page is sent in a few microseconds.
+/// Returns the keys of these pages. Parts of a key that equal those of the previous key are not formatted again,
+/// because sending a page takes a few microseconds only.
 pub fn keys(pages: impl Iterator<Item = (PageKey, Handle)>) -> Vec<Vec<u8>> {
     let (mut of, mut before, mut after) = (None, Vec::new(), Vec::new());
     let one = |(page, generation): (PageKey, Handle)| {
@@ -44,7 +42,7 @@ pub fn keys(pages: impl Iterator<Item = (PageKey, Handle)>) -> Vec<Vec<u8>> {
     pages.map(one).collect()
 }
 
-/// Returns the page and the generation that this key names, or `None` if it is no key of a page.
+/// Returns the page and the generation that this key names, or `None` if it is not the key of a page.
 pub fn parse(bytes: &[u8]) -> Option<(PageKey, Handle)> {
     let text = std::str::from_utf8(bytes).ok()?;
     let (tag, rest) = text.strip_prefix("b{")?.split_once('}')?;
@@ -71,12 +69,10 @@ pub fn pattern(vm: VmId) -> Vec<u8> {
 /// Pattern that matches the keys of all pages of all VMs.
 pub const EVERY_PAGE: &[u8] = b"b{*";
 
-/// Returns the key of a VM's lease.
 pub fn lease(vm: VmId) -> Vec<u8> {
     format!("bl{{{vm}}}").into_bytes()
 }
 
-/// Returns a key of the cluster's identity.
 pub fn identity(number: usize) -> Vec<u8> {
     format!("bl{{cluster:{number:x}}}").into_bytes()
 }

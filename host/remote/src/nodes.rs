@@ -3,12 +3,12 @@
 //! Before: `cluster` knows which node to ask. After: a caller has a connection of its own for one request.
 //! Threads: any; a lock is held to take or return a connection, and never while waiting for a server.
 //! Units: time; bytes of guests' pages as they are sent.
-//! *Between VMs:* no connection is shared, so no request waits here for another one, whatever that carries. A server
-//! reads its connections by turns, 16 KiB at a time; between two of these it executes at most one part of a chunk
-//! (`store`) for each.
+//! *Between VMs:* no connection is shared, so no request waits here for another one, however large that is. A server
+//! reads its connections by turns, 16 KiB at a time; between two turns of a connection it executes at most one part of
+//! a chunk (`store`) for each other one.
 //! Promise: the timeout of a slow node is raised each time, up to a limit. With a constant timeout, no request to a
 //! node that is always slightly slower would succeed. Quick requests lower it again, but never so far that the next
-//! connection could not be opened in time, and a quick request does not lower that of another kind.
+//! connection could not be opened in time. A request changes only the timeout of its own kind.
 
 use std::io;
 use std::sync::Mutex;
@@ -26,22 +26,20 @@ use crate::stream::is_giving_way;
 /// What a request does. Each kind has a timeout of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Asks for a page.
     Read,
-    /// Asks for several pages at once.
     Run,
     /// Stores a run of pages, also on replicas.
     Write,
     /// Deletes pages. No replica is waited for.
     Unlink,
-    /// Anything else. Callers have deadlines of their own.
+    /// Any other request. Its caller has a deadline.
     Other,
 }
 
 impl Kind {
     const ALL: [Self; 5] = [Self::Read, Self::Run, Self::Write, Self::Unlink, Self::Other];
 
-    /// Initial and shortest timeout, and the longest one.
+    /// The initial and shortest timeout, and the longest one.
     const fn limits(self) -> (Duration, Duration) {
         match self {
             Self::Read | Self::Other => (Duration::from_millis(100), Duration::from_millis(1600)),
@@ -51,7 +49,7 @@ impl Kind {
         }
     }
 
-    /// Returns when a request of this kind that begins now with this timeout is given up.
+    /// Returns the deadline of a request of this kind that begins now with this timeout.
     pub fn deadline(self, now: Instant, timeout: Duration, context: IoContext<'_>) -> Deadline<'_> {
         let most = if self == Self::Run { self.limits().1 } else { timeout };
         Deadline { context: context.until(now + timeout), more: most.saturating_sub(timeout) }
@@ -76,30 +74,25 @@ pub struct NodeFigures {
     pub p99_us: u64,
 }
 
-/// Returns whether this error is that of a deadline.
 pub fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
 }
 
-/// The error of a `WAIT` that was too short: fewer replicas have the write than must. All replies came.
+/// The error of a `WAIT` that was too short: fewer replicas have the write than must. The connection stays.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct TooFew(pub String);
 
-/// Returns whether this error is that one.
 pub fn is_too_few(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|why| why.is::<TooFew>())
 }
 
-/// One node.
 #[derive(Debug)]
 pub struct Node {
-    /// Address of the node.
     pub addr: Addr,
     idle: Mutex<Vec<(Link, Instant)>>,
     /// The timeout of each kind.
     timeouts_ms: [AtomicU32; 5],
-    /// Time that the last connection took to open.
     opening_ms: AtomicU32,
     errors: AtomicU64,
     /// Requests by the power of two of their latency in microseconds.
@@ -107,7 +100,6 @@ pub struct Node {
 }
 
 impl Node {
-    /// Creates a node without any history.
     pub fn new(addr: Addr) -> Self {
         Self {
             addr,
@@ -119,21 +111,15 @@ impl Node {
         }
     }
 
-    /// Returns the timeout for a request of this kind to this node.
     pub fn timeout(&self, kind: Kind) -> Duration {
         Duration::from_millis(self.timeouts_ms[kind as usize].load(Relaxed).into())
     }
 
-    /// Returns the time that the last connection took to open.
     pub fn opening(&self) -> Duration {
         Duration::from_millis(self.opening_ms.load(Relaxed).into())
     }
 
-    /// Runs `work` with a connection that no other thread uses. After an error the connection is closed, unless it is
-    /// [`TooFew`].
-    ///
-    /// # Errors
-    /// The node cannot be reached, or `work` failed.
+    /// Runs `work` with an unshared connection. After an error it is closed, unless the error is [`TooFew`].
     pub fn with<T>(
         &self,
         kind: Kind,
@@ -147,16 +133,12 @@ impl Node {
     }
 
     /// Takes a connection that no other thread uses, for a request that begins now.
-    ///
-    /// # Errors
-    /// The node cannot be reached.
     pub fn take(&self, kind: Kind, access: &Access, now: Instant, context: IoContext<'_>) -> io::Result<Link> {
         let timeout = self.timeout(kind);
         let link = self.kept(now).map_or_else(|| self.open(access, context), Ok);
         link.inspect_err(|error| self.note(kind, now, timeout, Some(error)))
     }
 
-    /// Opens a connection, and remembers how long that took.
     fn open(&self, access: &Access, context: IoContext<'_>) -> io::Result<Link> {
         let begun = Instant::now();
         let link = Link::open(&self.addr, access, context)?;
@@ -164,13 +146,12 @@ impl Node {
         Ok(link)
     }
 
-    /// Takes an idle connection, if there is one that works.
     fn kept(&self, now: Instant) -> Option<Link> {
         let (mut link, used) = self.idle.locked().pop()?;
         (now.saturating_duration_since(used) < FRESH || !link.is_stale()).then_some(link)
     }
 
-    /// Sends commands by an idle connection, if there is one and it takes them at once; `watch` gets its descriptor
+    /// Sends commands on an idle connection, if there is one and it takes them at once; `watch` gets its descriptor
     /// before. Never waits for the server. The caller passes the connection to [`Node::end`], or closes it.
     pub fn begin(&self, commands: &Commands, watch: OnReply<'_>) -> Option<Link> {
         let mut link = self.kept(Instant::now())?;
@@ -178,11 +159,8 @@ impl Node {
         link.send_at_once(commands).is_ok().then_some(link)
     }
 
-    /// Runs `work` with a connection that nobody else has, for a request that began then with this timeout. After an
+    /// Runs `work` with a connection of [`Node::begin`], for a request that began then with this timeout. After an
     /// error the connection is closed, unless it is [`TooFew`].
-    ///
-    /// # Errors
-    /// `work` failed.
     pub fn end<T>(
         &self,
         mut link: Link,
@@ -202,10 +180,10 @@ impl Node {
         done
     }
 
-    /// Records the result of a request that started with this timeout.
+    /// Records the result of a request that started with this timeout, and adapts the timeout.
     pub fn note(&self, kind: Kind, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
         let was = timeout.as_millis() as u32;
-        // Many threads may wait for the node at once, and only one of them changes the timeout.
+        // Many threads may wait for the node at once: only one of them changes the timeout.
         let set = |to: Duration| {
             let to = to.as_millis() as u32;
             self.timeouts_ms[kind as usize].compare_exchange(was, to, Relaxed, Relaxed).is_ok()
@@ -230,7 +208,6 @@ impl Node {
         }
     }
 
-    /// Returns the figures of the node.
     pub fn figures(&self) -> NodeFigures {
         let took: Vec<u64> = self.took.iter().map(|count| count.load(Relaxed)).collect();
         let requests = took.iter().sum();
@@ -293,7 +270,7 @@ mod tests {
     fn quick_requests_leave_a_timeout_in_which_the_next_connection_can_be_opened() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let node = node(listener.local_addr().expect("an address").port());
-        // It takes long to let anybody in, and is quick then.
+        // A server that accepts connections slowly, and then is quick.
         std::thread::spawn(move || {
             for mut stream in listener.incoming().flatten() {
                 let (mut asked, mut is_in) = ([0; 512], false);
@@ -318,7 +295,7 @@ mod tests {
         while ask().is_err() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it is never reached");
         }
-        // Again if the last connection took longer than its timeout.
+        // The request is repeated if the last connection took longer than its timeout.
         loop {
             (0..20).for_each(|_| drop(ask()));
             let (timeout, opening) = (node.timeout(Kind::Read), node.opening());

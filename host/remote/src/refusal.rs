@@ -5,7 +5,7 @@
 
 use crate::slot::SLOTS;
 
-/// Longest name of a host, which is that of the DNS.
+/// Longest name of a host, by the DNS.
 pub const HOST_MAX: usize = 255;
 
 /// Address of a node.
@@ -25,8 +25,7 @@ impl Addr {
         Some(Self { host: host.into(), port: port.parse().ok()? })
     }
 
-    /// Parses `host:port`. An empty host, from a server that does not know its name, means the host of `asked`. No host
-    /// has a name longer than [`HOST_MAX`].
+    /// Parses `host:port`. An empty host, from a server without a name, is the host of `asked`.
     fn near(text: &str, asked: &Self) -> Option<Self> {
         let found = Self::parse(text).filter(|found| found.host.len() <= HOST_MAX)?;
         Some(if found.host.is_empty() || found.host == "?" {
@@ -44,20 +43,16 @@ impl std::fmt::Display for Addr {
     }
 }
 
-/// Meaning of an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Another node owns the slot.
     Moved(Addr),
     /// The key is already at another node, which will own the slot.
     Ask(Addr),
     /// Some of the keys are already at another node: the keys must be requested one at a time.
     OneByOne,
-    /// The node is out of memory.
     Full(String),
-    /// The node cannot serve the request now.
     Busy(String),
-    /// The node's replicas need longer than they were given.
+    /// The node's replicas need longer than the `WAIT` allowed.
     Late(String),
 }
 

@@ -24,7 +24,6 @@ use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
 use crate::stream::left;
 
-/// Values stored one after the other.
 #[derive(Clone, Debug, Default)]
 pub struct Values {
     bytes: Vec<u8>,
@@ -32,36 +31,30 @@ pub struct Values {
 }
 
 impl Values {
-    /// Adds one value, which is what `append` appends.
+    /// Adds the value that `append` appends.
     pub fn add(&mut self, append: impl FnOnce(&mut Vec<u8>)) {
         append(&mut self.bytes);
         self.ends.push(self.bytes.len());
     }
 
-    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Returns the size of all values in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Returns one value.
     fn get(&self, at: usize) -> &[u8] {
         &self.bytes[at.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[at]]
     }
 }
 
-/// Requested operation.
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
-    /// Read the values.
     Get,
     /// Store these values on the primary and its replicas.
     Set(&'a Values),
-    /// Delete the keys.
     Unlink,
 }
 
@@ -76,10 +69,8 @@ impl Verb<'_> {
     }
 }
 
-/// Outcome of a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Found<'a> {
-    /// The value, for `Get`.
     Value(&'a [u8]),
     /// The slot's owner has no value.
     Nothing,
@@ -89,20 +80,17 @@ pub enum Found<'a> {
     Done(u64),
 }
 
-/// Reason of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failed {
     /// The cluster is out of memory; otherwise it cannot serve the request now.
     pub full: bool,
-    /// The reason as text.
     pub why: String,
     /// The request may have been executed, completely or in part.
     pub unknown: bool,
 }
 
-/// Time to read replies that have come.
+/// Time to read replies that have come already.
 const READ: Duration = Duration::from_millis(50);
-/// Redirections that are followed at most.
 const HOPS: u32 = 6;
 
 /// One round: these keys, at this node.
@@ -111,7 +99,6 @@ struct Round {
     keys: Vec<usize>,
     one_by_one: bool,
     asking: bool,
-    /// Replicas that must have what is written.
     replicas: u32,
 }
 
@@ -194,7 +181,6 @@ pub struct Sent {
     parts: usize,
     begun: Instant,
     timeout: Duration,
-    /// Replicas that must have it.
     replicas: u32,
 }
 
@@ -242,14 +228,13 @@ pub fn send_as_made(
 }
 
 impl Sent {
-    /// Waits for the replies. `keys` and `values` are those that were sent: if their slot has moved, they are sent
-    /// again.
+    /// Waits for the replies. If the slot has moved, sends `keys` and `values`, which are those of the request, again.
     pub fn end(self, cluster: &Cluster, keys: &[Vec<u8>], values: &Values) -> Result<(), Failed> {
         let Self { node, link, parts, begun, timeout, replicas } = self;
         let at = &node.addr;
         let mut unknown = true;
         let kept = node.end(link, Kind::Write, begun, timeout, |link| {
-            // The caller may come late. What is there by then is in time.
+            // The caller may come late: replies that are there by then are in time.
             let context = IoContext::BACKGROUND.until((begun + timeout).max(Instant::now() + READ));
             let replies = link.receive(parts + usize::from(replicas > 0), context)?;
             // A command that got an error was not executed.
@@ -301,7 +286,7 @@ fn broken(at: &Addr, error: &io::Error) -> String {
     }
 }
 
-/// A `WAIT` that was too short is late like a reply that does not come: so the next one may take longer.
+/// A `WAIT` that was too short counts as a late reply, so that the next one may take longer.
 fn in_time<T>(read: Result<T, Refusal>) -> io::Result<Result<T, Refusal>> {
     match read {
         Err(Refusal::Late(why)) => Err(io::Error::new(io::ErrorKind::TimedOut, TooFew(why))),
@@ -309,7 +294,6 @@ fn in_time<T>(read: Result<T, Refusal>) -> io::Result<Result<T, Refusal>> {
     }
 }
 
-/// Builds the commands of a round.
 fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> Commands {
     let mut commands = Commands::default();
     let (many, one) = match verb {
@@ -347,7 +331,6 @@ fn is_refused(round: &Round, replies: &Replies<'_>) -> bool {
     (0..count).all(|number| replies.get(number * step + step - 1).error().is_some())
 }
 
-/// Checks whether the required number of replicas have the write.
 fn check_wait(replicas: u32, at: &Addr, replies: &Replies<'_>) -> Result<(), Refusal> {
     if replicas == 0 {
         return Ok(());
@@ -364,7 +347,6 @@ fn senseless(at: &Addr) -> Refusal {
     Refusal::Busy(format!("{at} sent a malformed reply"))
 }
 
-/// Returns the outcome of one key in a reply.
 fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<'a>, Refusal> {
     if let Some(error) = said.error() {
         return Err(Refusal::of(&error, &round.at));

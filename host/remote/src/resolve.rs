@@ -3,8 +3,8 @@
 //! Before: `link` is about to connect to a node. After: it has the addresses.
 //! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
 //! deadline: one at a time for each host.
-//! Promise: a call returns soon after its deadline, or when others want a lock of its caller. The answer of a lookup
-//! counts whenever it comes: a resolver that needs longer than any deadline delays the first connection only.
+//! Promise: a call returns soon after its deadline, or when other threads want a lock of its caller. The result of a
+//! lookup counts whenever it comes: a resolver that needs longer than any deadline delays the first connection only.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,26 +18,22 @@ use ballast_sys::lock::Lock;
 use crate::refusal::Addr;
 use crate::stream::{FIRST_WAIT, gives_way, left, step};
 
-/// An answer is used for this long without another lookup: by callers that had given up before it came.
+/// A result is used for this long without another lookup, by callers that had given up before it came.
 const FRESH: Duration = Duration::from_secs(1);
-/// If the last addresses are known, a lookup may take 1/N of the time that is left. After that these are used.
+/// If earlier addresses are known, a lookup may take 1/N of the time that is left. Then these are used.
 const PART: u32 = 4;
 
 /// Looks up a host. Replaced in tests.
 type LookUp = dyn Fn(&str) -> io::Result<Vec<IpAddr>> + Send + Sync;
 
-/// What is known of a host.
 #[derive(Debug, Default)]
 struct Host {
-    /// A lookup is under way.
     is_asked: bool,
-    /// When the last lookup ended, and why it failed if it did.
+    /// The time at which the last lookup ended, and the reason if it failed.
     said: Option<(Instant, Option<String>)>,
-    /// The last addresses found.
     last: Vec<IpAddr>,
 }
 
-/// The hosts, by name.
 #[derive(Debug, Default)]
 struct Hosts {
     all: Mutex<HashMap<String, Host>>,
@@ -46,10 +42,7 @@ struct Hosts {
 
 static HOSTS: LazyLock<Arc<Hosts>> = LazyLock::new(Arc::default);
 
-/// Returns the addresses of this node.
-///
-/// # Errors
-/// The name is unknown, or was not resolved in time.
+/// Returns the addresses of this node. Fails if the name is unknown, or was not resolved in time.
 pub fn resolve(addr: &Addr, context: IoContext<'_>) -> io::Result<Vec<SocketAddr>> {
     if let Ok(at) = addr.host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(at, addr.port)]);
@@ -93,7 +86,6 @@ impl Hosts {
         }
     }
 
-    /// Starts a lookup.
     fn ask(self: &Arc<Self>, name: &str, look_up: Arc<LookUp>) -> io::Result<()> {
         let (hosts, name) = (self.clone(), name.to_owned());
         let run = move || {
@@ -162,7 +154,7 @@ mod tests {
         let (answer, answers) = mpsc::channel::<IpAddr>();
         let (answers, asked) = (Mutex::new(answers), Arc::new(AtomicUsize::new(0)));
         let counted = asked.clone();
-        // Each lookup takes until it is given its answer.
+        // Each lookup waits until the test gives it a result.
         let look_up: Arc<LookUp> = Arc::new(move |_| {
             counted.fetch_add(1, Relaxed);
             let answers = answers.lock().expect("one at a time");
@@ -176,12 +168,12 @@ mod tests {
         answer.send(first).expect("asked");
         assert_eq!(hosts.find("a", within(LONG), look_up.clone()).expect("it came"), [first]);
         assert_eq!(asked.load(Relaxed), 1, "one lookup for all of these");
-        // The next lookup does not end in time.
+        // The next lookup does not end in time, and the last addresses are used.
         hosts.all().values_mut().for_each(|host| host.said = None);
         assert_eq!(hosts.find("a", within(SHORT), look_up.clone()).expect("the last ones"), [first]);
         answer.send(second).expect("asked");
         while hosts.find("a", within(LONG), look_up.clone()).expect("found") != [second] {}
-        // And one that fails.
+        // The next lookup fails, and the last addresses are used.
         hosts.all().values_mut().for_each(|host| host.said = None);
         drop(answer);
         assert_eq!(hosts.find("a", within(LONG), look_up).expect("the last ones"), [second]);

@@ -22,7 +22,6 @@ const LINE_MAX: usize = 4096;
 /// Limit of nested arrays. `CLUSTER SHARDS` needs four.
 const DEPTH_MAX: u32 = 8;
 
-/// Commands that are sent together.
 #[derive(Clone, Debug, Default)]
 pub struct Commands {
     bytes: Vec<u8>,
@@ -30,14 +29,12 @@ pub struct Commands {
 }
 
 impl Commands {
-    /// Returns a list with one command.
     pub fn one(words: &[&[u8]]) -> Self {
         let mut commands = Self::default();
         commands.add(words);
         commands
     }
 
-    /// Adds a command.
     pub fn add(&mut self, words: &[&[u8]]) {
         self.begin(words.len());
         words.iter().for_each(|word| self.word(word));
@@ -49,25 +46,20 @@ impl Commands {
         self.number('*', words);
     }
 
-    /// Adds the next word.
     pub fn word(&mut self, word: &[u8]) {
         self.number('$', word.len());
         self.bytes.extend_from_slice(word);
         self.bytes.extend_from_slice(b"\r\n");
     }
 
-    /// Adds a number after its mark.
     fn number(&mut self, mark: char, number: usize) {
-        // A vector takes all that is written.
         let _ = write!(self.bytes, "{mark}{number}\r\n");
     }
 
-    /// Returns the number of commands; each has one reply.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Returns the bytes to send.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -76,35 +68,25 @@ impl Commands {
 /// One reply. Texts and values are ranges of the received bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// `+OK`.
     Status(Range<usize>),
-    /// `-ERR ...`.
     Error(Range<usize>),
-    /// A number.
     Int(i64),
-    /// A value.
     Bulk(Range<usize>),
-    /// The null reply.
     Nil,
-    /// An array.
     Array(Vec<Reply>),
 }
 
-/// These bytes are not a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the server's reply is malformed: {0}")]
 pub struct Malformed(pub &'static str);
 
 /// Parses the reply that begins at `at`. Returns it and the position of the next one; `None` if more bytes are needed.
-///
-/// # Errors
-/// The server is of another kind, or its data is damaged.
 pub fn parse(bytes: &[u8], at: usize) -> Result<Option<(Reply, usize)>, Malformed> {
     let mut elements = ELEMENTS_MAX;
     parse_at(bytes, at, 0, &mut elements)
 }
 
-/// `elements` is how many more there may be.
+/// `elements` is the number of array elements that may still follow.
 fn parse_at(bytes: &[u8], at: usize, depth: u32, elements: &mut usize) -> Result<Option<(Reply, usize)>, Malformed> {
     let Some(kind) = bytes.get(at) else { return Ok(None) };
     if !b"+-:$*_".contains(kind) {
@@ -122,7 +104,6 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32, elements: &mut usize) -> Result
         let text = std::str::from_utf8(&bytes[line.clone()]).map_err(|_| Malformed("a number is no text"))?;
         text.parse::<i64>().map_err(|_| Malformed("not a number"))
     };
-    // A length of -1 is the null reply.
     let length = |most: usize| match number()? {
         -1 => Ok(None),
         some => usize::try_from(some).ok().filter(|len| *len <= most).map(Some).ok_or(Malformed("a length is absurd")),
@@ -158,7 +139,6 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32, elements: &mut usize) -> Result
     Ok(Some((reply, next)))
 }
 
-/// The replies to commands, one for each.
 #[derive(Debug)]
 pub struct Replies<'a> {
     bytes: &'a [u8],
@@ -166,12 +146,10 @@ pub struct Replies<'a> {
 }
 
 impl<'a> Replies<'a> {
-    /// Creates replies whose ranges refer to these bytes.
     pub fn new(bytes: &'a [u8], replies: Vec<Reply>) -> Self {
         Self { bytes, replies }
     }
 
-    /// Returns each reply.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Said<'a, '_>> {
         self.replies.iter().map(|reply| Said { bytes: self.bytes, reply })
     }
@@ -182,7 +160,6 @@ impl<'a> Replies<'a> {
     }
 }
 
-/// One reply with its bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Said<'a, 'r> {
     bytes: &'a [u8],
@@ -190,7 +167,6 @@ pub struct Said<'a, 'r> {
 }
 
 impl<'a, 'r> Said<'a, 'r> {
-    /// Returns the value or the status.
     pub fn bytes(self) -> Option<&'a [u8]> {
         match self.reply {
             Reply::Bulk(at) | Reply::Status(at) => Some(&self.bytes[at.clone()]),
@@ -198,12 +174,10 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// Returns the same as text.
     pub fn text(self) -> Option<&'a str> {
         std::str::from_utf8(self.bytes()?).ok()
     }
 
-    /// Returns the number.
     pub fn int(self) -> Option<i64> {
         match self.reply {
             Reply::Int(int) => Some(*int),
@@ -211,7 +185,6 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// Returns the error text.
     pub fn error(self) -> Option<String> {
         match self.reply {
             Reply::Error(at) => Some(String::from_utf8_lossy(&self.bytes[at.clone()]).into_owned()),
@@ -219,12 +192,10 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// Returns whether this is the null reply.
     pub fn is_nil(self) -> bool {
         *self.reply == Reply::Nil
     }
 
-    /// Returns the elements.
     pub fn array(self) -> Option<impl ExactSizeIterator<Item = Said<'a, 'r>>> {
         match self.reply {
             Reply::Array(inside) => Some(inside.iter().map(move |reply| Said { bytes: self.bytes, reply })),

@@ -1,5 +1,4 @@
-//! Sealing: pages leave the host encrypted with their VM's key (AES-256-GCM). Without the key they cannot be read or
-//! forged.
+//! Sealing: pages leave the host encrypted with their VM's key (AES-256-GCM), so nobody else reads or forges them.
 //!
 //! Before: `store` has the blob of a page, or a value that a server returned. After: it has the sealed value; or the
 //! blob, if the value was sealed for that page and generation.
@@ -51,9 +50,6 @@ impl std::fmt::Debug for Kind {
 }
 
 /// Makes a key.
-///
-/// # Errors
-/// The kernel has no random numbers.
 pub fn new_key() -> std::io::Result<[u8; KEY_BYTES]> {
     let mut key = [0; KEY_BYTES];
     SystemRandom::new().fill(&mut key).map_err(|_| std::io::Error::other("the kernel has no random numbers"))?;

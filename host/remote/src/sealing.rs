@@ -8,14 +8,12 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::seal::Seal;
 
-/// The seal of one store.
 #[derive(Debug)]
 pub struct Sealing {
     seal: RwLock<Arc<Seal>>,
     when_alone: Option<WhenAlone>,
 }
 
-/// Makes the seal of a store.
 struct WhenAlone(Box<dyn Fn() -> Seal + Send + Sync>);
 
 impl std::fmt::Debug for WhenAlone {
@@ -25,22 +23,20 @@ impl std::fmt::Debug for WhenAlone {
 }
 
 impl Sealing {
-    /// This one.
     pub fn with(seal: Seal) -> Self {
         Self { seal: RwLock::new(Arc::new(seal)), when_alone: None }
     }
 
-    /// The result of `make`, from [`Sealing::alone`] on.
+    /// Keeps `make`, which makes the seal that [`Sealing::alone`] sets.
     pub fn when_alone(&mut self, make: impl Fn() -> Seal + Send + Sync + 'static) {
         self.when_alone = Some(WhenAlone(Box::new(make)));
     }
 
-    /// The seal.
     pub fn get(&self) -> Arc<Seal> {
         self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// No other process has the store: makes the seal that waited for that.
+    /// No other process has the store: makes and sets the seal of `when_alone`.
     pub fn alone(&self) {
         if let Some(WhenAlone(make)) = &self.when_alone {
             *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());

@@ -21,7 +21,6 @@ const TABLE: [u16; 256] = {
     table
 };
 
-/// Returns the CRC16/XMODEM.
 pub fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, byte| crc << 8 ^ TABLE[usize::from(crc >> 8 ^ u16::from(*byte))])
 }

@@ -4,7 +4,7 @@
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
 //! (0.1 to 1.6 s, several pages to 3.2 s, see `nodes`), a write up to another one (1 to 4 s). A read whose caller has a
-//! lock ends after 0.1 s if others want that. Units: a page is a value; `budget` counts pages.
+//! lock ends after 0.1 s if other threads want the lock. Units: a page is a value; `budget` counts pages.
 //! Promise: `Stored` means that an `OK` and a `WAIT` for all replicas that may be elected arrived in one pipeline on
 //! one connection, while the VM's lease lasted.
 //! `Absent` means that every node that might have the page was asked (`loss`).
@@ -101,7 +101,7 @@ impl RemoteStore {
         self
     }
 
-    /// Makes the store keep there which cluster has its pages, and tell operators if that is not the one it has.
+    /// Keeps in `kept` which cluster has the store's pages, and tells operators if the current cluster is another one.
     #[must_use]
     pub fn kept_in(mut self, kept: impl Kept + 'static, tell: Option<Tell>) -> Self {
         self.home = Home::new(Box::new(kept), tell);
@@ -119,8 +119,7 @@ impl RemoteStore {
     }
 
     /// Renews the lease of the VM if the store ever had pages. This must be called at least ten times in a lease, as
-    /// long as a word may name a page of the store. Returns, if half of the lease is over or more, for how long it was
-    /// not renewed, and why.
+    /// long as a word may name a page of the store. If half of the lease is over, returns its age and the reason.
     pub fn keep_lease(&self) -> Option<(Duration, String)> {
         if !self.used.load(Relaxed) {
             return None;
@@ -134,18 +133,17 @@ impl RemoteStore {
         self.used.load(Relaxed) || self.home.is_kept() || !self.is_tidy()
     }
 
-    /// Returns whether nothing is left to be unlinked of what was freed.
+    /// Returns whether every freed page is unlinked.
     pub fn is_tidy(&self) -> bool {
         self.garbage.is_empty()
     }
 
-    /// In another cluster than its own it needs none.
+    /// Ensures the lease. If the cluster is not the VM's own, no page goes there, and no lease is needed.
     fn ensure_lease(&self) -> io::Result<()> {
         self.home.takes(&self.cluster)?;
         self.lease.ensure(&self.cluster)
     }
 
-    /// These pages are in the cluster already.
     fn inherit(&self, live: &HashSet<(PageKey, Handle)>, waiting: u64) {
         let count = live.len() as u64 + waiting;
         self.used.fetch_or(count > 0, Relaxed);
@@ -157,7 +155,6 @@ impl RemoteStore {
         }
     }
 
-    /// Records the reason of a refused put.
     fn refuse(&self, why: String, outcome: PutOutcome) -> PutOutcome {
         *self.refusal.locked() = Some(why);
         outcome
@@ -176,7 +173,7 @@ impl RemoteStore {
         }
         let since = clock::boot_time();
         self.ensure_lease().map_err(|why| self.refuse(why.to_string(), PutOutcome::Busy))?;
-        // Otherwise each put that fails would leave more.
+        // Without this, each failed put would leave more.
         let unlinked = self.garbage.unlink_failed(&self.cluster, first);
         unlinked.map_err(|why| self.refuse(format!("what a failed write left: {why}"), PutOutcome::Busy))?;
         let Some(generation) = self.generations.draw() else {
@@ -202,11 +199,10 @@ impl RemoteStore {
         }
     }
 
-    /// Waits until the chunk is stored.
     fn end_chunk(&self, write: Write) -> Result<Handle, PutOutcome> {
         let Write { first, count, generation, since, names, values, sent } = write;
         sent.end(&self.cluster, &names, &values).map_err(|failed| self.failed((first, count, generation), failed))?;
-        // A node that belongs to another cluster may have brought that one's map meanwhile.
+        // A node that belongs to another cluster may have brought that cluster's map meanwhile.
         if let Err(why) = self.home.takes(&self.cluster).and_then(|()| self.lease.has_lasted(since)) {
             self.garbage.failed(first, count, generation);
             return Err(self.refuse(why.to_string(), PutOutcome::Busy));
@@ -228,7 +224,6 @@ impl RemoteStore {
         sent.and_then(|write| self.end_chunk(write)).map_or_else(|outcome| outcome, PutOutcome::Stored)
     }
 
-    /// Sends pages of one chunk, and waits until they are stored.
     fn put_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> PutOutcome {
         self.outcome(self.begin_chunk(first, pages, blobs))
     }
@@ -254,7 +249,6 @@ impl RemoteStore {
         }
     }
 
-    /// Gets pages of one chunk.
     fn get_chunk(
         &self,
         keys: &[PageKey],

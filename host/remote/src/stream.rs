@@ -3,7 +3,7 @@
 //! Before: `link` has commands to send. After: the kernel has the bytes, or the server's bytes have arrived.
 //! Threads: one at a time. Units: bytes, time.
 //! Promise: each call returns soon after its deadline, whatever the server does. A server that transfers a byte now and
-//! then is given up like a silent one. Under TLS no command is sent before the server has shown a certificate of the
+//! then is treated like a silent one. Under TLS no command is sent before the server has shown a certificate of the
 //! configured authority for the expected name.
 
 use std::io::{self, Read, Write};
@@ -34,21 +34,21 @@ pub struct Tls {
     pub name: Option<String>,
 }
 
-/// Limit of reads of unrequested records at a time.
+/// Most reads of unrequested records in one call.
 const UNASKED: usize = 16;
 
-/// Longest wait for a server. Every request has an earlier deadline.
+/// Every request has an earlier deadline.
 const LONGEST: Duration = Duration::from_secs(10);
 
-/// How long a thread waits for a server before it gives a lock up that others want ([`Ends::Wanted`]).
+/// How long a thread waits for a server before it gives up a lock that other threads want ([`Ends::Wanted`]).
 pub const FIRST_WAIT: Duration = Duration::from_millis(100);
 
-/// The error of a call that ended because others want a lock of the calling thread. It says nothing about the server.
+/// The error of a call that ended because other threads want a lock of the caller. It says nothing about the server.
 pub fn gives_way() -> io::Error {
     io::Error::other(GivesWay)
 }
 
-/// Returns whether this error is that one.
+/// Returns whether this error is that of [`gives_way`].
 pub fn is_giving_way(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|why| why.is::<GivesWay>())
 }
@@ -57,21 +57,17 @@ pub fn is_giving_way(error: &io::Error) -> bool {
 #[error("others wait for a lock that this thread has")]
 struct GivesWay;
 
-/// What to do after a wait that was over without a result.
+/// Decides after a wait without a result: an error, or another wait.
 fn over(context: IoContext<'_>) -> io::Result<()> {
     if context.is_wanted() { Err(gives_way()) } else { left(context).map(drop) }
 }
 
-/// How long the next wait may take.
 pub fn step(context: IoContext<'_>) -> io::Result<Duration> {
     let left = left(context)?;
     Ok(if matches!(context.ends, Ends::Never) { left } else { left.min(FIRST_WAIT) })
 }
 
-/// Connects.
-///
-/// # Errors
-/// The server cannot be reached in time.
+/// Connects, or returns an error if the server cannot be reached in time.
 pub fn connect(at: SocketAddr, context: IoContext<'_>) -> io::Result<TcpStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(
@@ -99,7 +95,6 @@ pub fn connect(at: SocketAddr, context: IoContext<'_>) -> io::Result<TcpStream> 
     Ok(stream)
 }
 
-/// The bytes of one connection.
 #[derive(Debug)]
 pub struct Stream {
     socket: TcpStream,
@@ -108,7 +103,6 @@ pub struct Stream {
     tls: Option<Box<ClientConnection>>,
 }
 
-/// Returns an error about a file that the settings name.
 fn of_file(path: &Path, error: impl std::fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {error}", path.display()))
 }
@@ -118,7 +112,7 @@ fn invalid(error: impl std::fmt::Display) -> io::Error {
 }
 
 impl Tls {
-    /// Returns a connection's state before anything is sent.
+    /// Begins the TLS session of a connection; nothing is sent yet.
     fn begin(&self, addr: &Addr) -> io::Result<ClientConnection> {
         let certificates = |path: &Path| -> io::Result<Vec<CertificateDer<'static>>> {
             let all = CertificateDer::pem_file_iter(path).map_err(|error| of_file(path, error))?;
@@ -148,9 +142,6 @@ impl Tls {
 
 impl Stream {
     /// Returns a stream over this connection. With TLS, the server has shown a valid certificate.
-    ///
-    /// # Errors
-    /// The certificate is not valid, the handshake does not end in time, or a file cannot be used.
     pub fn new(socket: TcpStream, addr: &Addr, tls: Option<&Tls>, context: IoContext<'_>) -> io::Result<Self> {
         let tls = tls.map(|tls| tls.begin(addr)).transpose()?.map(Box::new);
         let mut stream = Self { socket, timeout: Duration::ZERO, tls };
@@ -168,10 +159,7 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Sends all of this.
-    ///
-    /// # Errors
-    /// The connection is broken, or the deadline has passed.
+    /// Sends all bytes. Fails if the connection is broken, or the deadline has passed.
     pub fn send(&mut self, mut bytes: &[u8], context: IoContext<'_>) -> io::Result<()> {
         while !bytes.is_empty() {
             let Some(tls) = &mut self.tls else {
@@ -186,10 +174,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Sends all of this, and never waits.
-    ///
-    /// # Errors
-    /// The connection is broken, or does not take all of it at once. It must not be used again.
+    /// Sends all bytes, and never waits: it fails if not all are taken at once. Then the connection must be closed.
     pub fn send_at_once(&mut self, bytes: &[u8]) -> io::Result<()> {
         let Some(tls) = &mut self.tls else {
             let sent = rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
@@ -203,10 +188,7 @@ impl Stream {
         self.socket.set_nonblocking(false)
     }
 
-    /// Receives some bytes of the server. Returns 0 if it has closed the connection.
-    ///
-    /// # Errors
-    /// The connection is broken, or the deadline has passed.
+    /// Receives some bytes of the server, or 0 if it has closed the connection. Fails as [`Stream::send`] does.
     pub fn receive(&mut self, buffer: &mut [u8], context: IoContext<'_>) -> io::Result<usize> {
         if self.tls.is_none() {
             return self.within(context, |mut socket| socket.read(buffer));
@@ -224,10 +206,7 @@ impl Stream {
         }
     }
 
-    /// The same, and never waits. Returns `None` if nothing has come.
-    ///
-    /// # Errors
-    /// The connection is broken.
+    /// As [`Stream::receive`], but never waits. Returns `None` if nothing has come.
     pub fn receive_now(&mut self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let read = match &mut self.tls {
             None => {
@@ -266,7 +245,6 @@ impl Stream {
         !quiet || self.socket.set_nonblocking(false).is_err()
     }
 
-    /// Sends the pending TLS records.
     fn flush(&mut self, context: IoContext<'_>) -> io::Result<()> {
         while let Some(mut tls) = self.tls.take_if(|tls| tls.wants_write()) {
             let wrote = self.write(context, |mut socket| tls.write_tls(&mut socket));

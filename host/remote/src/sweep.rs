@@ -1,11 +1,10 @@
 //! Sweep: scans all keys that match a pattern, and unlinks those that no word names.
 //!
-//! Before: an engine, a VM or a host ended. After: the cluster has removed the pages that it left.
-//! Threads: one at a time for each sweep; it runs in steps, so that it need not be done at once. Units: keys.
-//! Promise: only keys that the caller declares garbage are unlinked. A step that fails is repeated later, after those
-//! of other nodes, and nothing else is: a sweep ends even if nodes fail more often than it takes. It may miss keys of a
-//! slot that moves meanwhile or of a server that restarts, and writes of a dead process that a stopped server has not
-//! read yet. The next sweep finds them, at the latest the one at the VM's end.
+//! Before: an engine, a VM or a host ended. After: the cluster has removed the pages that it left. Threads: one at a
+//! time for each sweep; it runs in steps. Units: keys. Promise: only keys that the caller declares garbage are
+//! unlinked. A step that fails is repeated after those of other nodes, and no other step is: a sweep ends even if many
+//! steps fail. It may miss keys of a slot that moves meanwhile or of a server that restarts, and writes of a dead
+//! process that a stopped server has not read yet. The next sweep finds them, at the latest the one at the VM's end.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -22,15 +21,14 @@ use crate::resp::Commands;
 const TIMEOUT: Duration = Duration::from_secs(2);
 const COUNT: &[u8] = b"1000";
 
-/// A sweep under way.
 #[derive(Debug)]
 pub struct Scan {
     pattern: Vec<u8>,
     /// Primaries with keys that were not scanned yet, and the cursor of each.
     todo: VecDeque<(Addr, u64)>,
-    /// All primaries that were or are in that list.
+    /// All primaries that were ever in `todo`.
     known: HashSet<Addr>,
-    /// What the last step scanned.
+    /// The node and the cursor of the last step.
     last: Option<(Addr, u64)>,
 }
 
@@ -40,7 +38,7 @@ impl Scan {
         Self { pattern, todo: VecDeque::new(), known: HashSet::new(), last: None }
     }
 
-    /// Takes up what is a primary now, and leaves out what is none any more.
+    /// Adds nodes that are primaries now, and drops those that no longer are.
     fn follow(&mut self, cluster: &Cluster) -> io::Result<()> {
         if self.known.is_empty() {
             cluster.refresh(IoContext::BACKGROUND);
@@ -62,10 +60,8 @@ impl Scan {
         Ok(())
     }
 
-    /// Returns the next keys, possibly some of them again; `None` if all were scanned.
-    ///
-    /// # Errors
-    /// A node does not respond. The next step is one of another node, if there is one.
+    /// Returns the next keys, possibly some of them again; `None` if all were scanned. If a node does not respond, this
+    /// fails, and the next step is at another node, if there is one.
     pub fn step(&mut self, cluster: &Cluster) -> io::Result<Option<Vec<Vec<u8>>>> {
         self.follow(cluster)?;
         let Some((addr, cursor)) = self.todo.pop_front() else { return Ok(None) };
@@ -94,14 +90,14 @@ impl Scan {
             }
             Err(error) => {
                 self.todo.push_back((addr, cursor));
-                // It may be no primary any more.
+                // The node may not be a primary any more.
                 cluster.refresh(IoContext::BACKGROUND);
                 Err(error)
             }
         }
     }
 
-    /// What the last step returned could not be unlinked: a later step returns it again.
+    /// The keys of the last step could not be unlinked: a later step returns them again.
     pub fn again(&mut self) {
         let Some((addr, cursor)) = self.last.take() else { return };
         self.todo.retain(|(other, _)| *other != addr);
@@ -109,10 +105,7 @@ impl Scan {
     }
 }
 
-/// Unlinks these keys without a check. Returns how many existed.
-///
-/// # Errors
-/// A node does not respond. Some of the keys may be unlinked.
+/// Unlinks these keys without a check. Returns how many existed. After an error some of the keys may be unlinked.
 pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> io::Result<u64> {
     let tag_end = |key: &[u8]| key.iter().position(|byte| *byte == b'}').map_or(key.len(), |at| at + 1);
     keys.sort();

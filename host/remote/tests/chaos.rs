@@ -25,7 +25,6 @@ use ballast_testvm::valkey::{Layout, Valkey};
 use common::{LEASE, cluster, env, start};
 
 const VM: VmId = VmId([7; 16]);
-/// Pages of each thread, in four chunks.
 const PAGES: u64 = 2048;
 /// Limit for every wait, longer than any failover here. A page that is missing then is lost.
 const HANG: Duration = Duration::from_secs(60);
@@ -60,7 +59,6 @@ fn must_get(store: &RemoteStore, key: PageKey, (handle, content): (Handle, u64),
     counts.longest_ms.fetch_max(begun.elapsed().as_millis() as u64, Relaxed);
 }
 
-/// Put, get and free pages until `stop` is set.
 fn churn(store: &RemoteStore, thread: u32, seed: u64, stop: &AtomicBool, counts: &Counts) -> Kept {
     let (mut random, mut kept) = (Random(seed), Kept::new());
     let free = |kept: &mut Kept, at: u64| {
@@ -166,7 +164,7 @@ fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
 /// A replica takes the slots of its primary, which is there and does not agree. Returns a text about the event.
 fn take_over(valkey: &Valkey) -> String {
     let begun = Instant::now();
-    // A primary that does not say in time that it is one is no replica.
+    // A node that does not say in time that it is a primary is not taken for a replica.
     let replica = loop {
         let replica = (0..valkey.len()).find(|node| !valkey.is_primary(*node)).expect("a replica");
         match valkey.say(replica, &["CLUSTER", "FAILOVER", "TAKEOVER"]) {
@@ -174,7 +172,7 @@ fn take_over(valkey: &Valkey) -> String {
             Err(error) => assert!(begun.elapsed() < HANG, "node {replica}: {error}"),
         }
     };
-    // Before the other one follows it, its pages have one copy.
+    // Before the former primary follows it, its pages have one copy.
     while !valkey.text(replica, &["INFO", "replication"]).is_ok_and(|text| text.contains("state=online")) {
         assert!(begun.elapsed() < HANG, "nobody follows node {replica}");
         std::thread::sleep(Duration::from_millis(50));
@@ -182,7 +180,6 @@ fn take_over(valkey: &Valkey) -> String {
     format!("node {replica} took over")
 }
 
-/// Returns a slot of this node.
 fn slot_of_node(valkey: &Valkey, node: usize) -> Option<u16> {
     (0..16_384).step_by(512).find(|slot| valkey.owner(*slot) == Some(node))
 }

@@ -35,7 +35,6 @@ pub(crate) struct Allocated {
     pub(crate) generation: u32,
 }
 
-/// The allocator of one process over an arena.
 #[derive(Debug)]
 pub(crate) struct Allocator {
     arena: Arena,
@@ -51,7 +50,6 @@ pub(crate) struct Allocator {
     to_punch_max: usize,
 }
 
-/// The runs of consecutive numbers in a sorted slice.
 fn runs(numbers: &[u32]) -> impl Iterator<Item = Range<u32>> {
     numbers.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u32)
 }
@@ -96,7 +94,7 @@ impl Allocator {
         self.arena.shape().charge_bytes as i64
     }
 
-    /// Whether little is left of the budget, apart from what is reserved for other stores.
+    /// Whether little is left of the budget, apart from the parts of other stores.
     pub(crate) fn is_short(&self) -> bool {
         crate::is_short(self.account.budget().used().0, self.account.most(self.slab_charge()).0)
     }
@@ -105,7 +103,6 @@ impl Allocator {
         self.account.budget().limit()
     }
 
-    /// Fills hints and queues from the slab table.
     fn learn(&self) {
         let mut free = self.free.locked();
         free.clear();
@@ -130,7 +127,7 @@ impl Allocator {
     }
 
     /// Sets the charge to the real contents of the arena, because another process may have taken or freed slabs. A slab
-    /// whose phase this process is just changing may be miscounted until the next call.
+    /// whose phase this process is changing at that moment may be miscounted until the next call.
     pub(crate) fn resync(&self) -> u32 {
         let held = self.arena.held();
         self.account.set(i64::from(held) * self.slab_charge());
@@ -149,8 +146,7 @@ impl Allocator {
             return None;
         };
         if new_slab {
-            // The slab is charged already, and other threads may use it from now on. The slot that we hold keeps it
-            // from being retired.
+            // The slab is charged, and other threads may use it from now on. Our slot keeps it from being retired.
             self.arena.populate(allocated.place.slab);
         }
         Some(allocated)
@@ -198,7 +194,7 @@ impl Allocator {
             self.account.adjust(-charge);
             if !self.account.try_charge(charge) {
                 self.account.adjust(charge);
-                // `alloc` punches it after the release of the class's lock.
+                // `alloc` punches it after it has released the class's lock.
                 self.to_punch.locked().push_back(number);
                 return None;
             }
@@ -232,7 +228,7 @@ impl Allocator {
                 return Some(number);
             }
         }
-        // Each slab was used once. Another process may have freed some since.
+        // Every slab was used once. Another process may have freed some since.
         for number in 0..self.arena.slabs() {
             if self.is_free(number) {
                 free.push(number);
@@ -265,7 +261,6 @@ impl Allocator {
         (place.slot < self.capacity(state.class) && slab.is_set(place.slot)).then_some((slab, state.class))
     }
 
-    /// Frees a slot; returns true for the one caller that did.
     pub(crate) fn free(&self, place: Place) -> bool {
         let slab = self.arena.slab(place.slab);
         if !slab.clear(place.slot) {
@@ -275,8 +270,7 @@ impl Allocator {
             Released::StillUsed | Released::Damaged => {}
             Released::NoLongerFull { class } => {
                 let mut with_room = self.with_room[class].locked();
-                // The hint's free slots are found without this list, which would gain an entry each time the slab was
-                // full.
+                // The hint's free slots are found without this list, which would otherwise gain an entry each time.
                 if self.hints[class].load(Ordering::Relaxed) != place.slab {
                     with_room.push(place.slab);
                 }
@@ -335,8 +329,7 @@ impl Allocator {
     }
 
     /// Mark and sweep: keeps the slots that `live` names, frees the others, and corrects all counts. No other thread or
-    /// process may use the arena during this call. The next `settle` punches the slabs that it empties, when others may
-    /// use the arena again.
+    /// process may use the arena during this call. The next `settle`, when others may, punches emptied slabs.
     pub(crate) fn recover(&self, live: impl Iterator<Item = Place>) -> Recovered {
         let mut report = Recovered::default();
         let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());

@@ -31,13 +31,11 @@ use ballast_sys::{Mapping, memfd};
 
 use crate::slab::{CAPACITIES, SLAB_BYTES, Slab};
 
-/// One kind of arena.
 #[derive(Debug)]
 pub(crate) struct Shape {
     pub(crate) layout: &'static Layout,
     /// Bytes charged to the budget per slab: its own, or those of the area on a disk that it describes.
     pub(crate) charge_bytes: u64,
-    /// Slots per slab, for each class.
     pub(crate) capacities: &'static [usize],
 }
 
@@ -70,7 +68,6 @@ fn shard_of_thread() -> usize {
 }
 
 impl Arena {
-    /// Makes an empty arena.
     pub(crate) fn create(shape: &'static Shape, slabs: u32) -> io::Result<Self> {
         let fd = arena::create()?;
         arena::format(shape.layout, &fd, slabs)?;
@@ -91,7 +88,7 @@ impl Arena {
         Ok(Self { map, fd, header_copy, header_was_lost: AtomicBool::new(false), slabs, shape, disk: None })
     }
 
-    /// Maps an existing arena, after a check that it is one.
+    /// Refuses a file that is not an arena of this shape.
     pub(crate) fn open(shape: &'static Shape, fd: OwnedFd) -> io::Result<Self> {
         let fd = Arc::new(fd);
         let head = arena::read(shape.layout, &fd)?;
@@ -155,7 +152,6 @@ impl Arena {
         self.shape
     }
 
-    /// Another descriptor of the same file.
     pub(crate) fn dup(&self) -> io::Result<OwnedFd> {
         self.fd.as_fd().try_clone_to_owned()
     }
@@ -164,20 +160,17 @@ impl Arena {
         self.slabs
     }
 
-    /// # Panics
-    /// If there is no such slab.
+    /// Panics if there is no such slab.
     pub(crate) fn slab(&self, slab: u32) -> Slab<'_> {
         assert!(slab < self.slabs, "slab {slab} of {}", self.slabs);
         Slab::new(self.map.words(TABLE_START + slab as usize * ENTRY_BYTES, ENTRY_WORDS), self.shape.capacities)
     }
 
-    /// Offset of byte `within` of a slab in the mapping.
     fn offset(&self, slab: u32, within: usize) -> usize {
         self.shape.layout.slabs_start(self.slabs) + slab as usize * self.shape.layout.slab_bytes + within
     }
 
-    /// # Panics
-    /// If the range is not inside the slab.
+    /// Panics if the range is not inside the slab.
     pub(crate) fn copy_out(&self, slab: u32, within: usize, out: &mut [u8]) {
         assert!(
             slab < self.slabs && within + out.len() <= self.shape.layout.slab_bytes,
@@ -187,8 +180,7 @@ impl Arena {
         self.map.copy_out(self.offset(slab, within), out);
     }
 
-    /// # Panics
-    /// If the range is not inside the slab.
+    /// Panics if the range is not inside the slab.
     pub(crate) fn copy_in(&self, slab: u32, within: usize, bytes: &[u8]) {
         assert!(
             slab < self.slabs && within + bytes.len() <= self.shape.layout.slab_bytes,
@@ -229,8 +221,7 @@ impl Arena {
         self.header(WORD_FRESH).load(Ordering::Acquire).min(self.slabs.into()) as u32
     }
 
-    /// Sets the number of slabs ever used from the table's allocated memory, for `recover`: it then finds each slab,
-    /// even if the header word was damaged.
+    /// Counts the slabs ever used by the table's allocated memory, for `recover`, which so survives a damaged header.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
         let fresh = arena::touched_slabs(&self.fd, self.slabs)?;
         self.header(WORD_FRESH).store(fresh.into(), Ordering::Release);
@@ -264,7 +255,6 @@ impl Arena {
         self.header_copy.words()[WORD_HELD].store(held, Ordering::Release);
     }
 
-    /// For `recover`.
     pub(crate) fn held_set(&self, held: u32) {
         self.header(WORD_HELD).store(held.into(), Ordering::Release);
         self.header_copy.words()[WORD_HELD].store(held.into(), Ordering::Release);
@@ -275,13 +265,12 @@ impl Arena {
         self.map.words(OWN_WORDS_START * 8, OWN_WORDS)
     }
 
-    /// Sets one of them, also in the copy.
+    /// Sets a word of [`Self::own_words`], also in the copy of the header.
     pub(crate) fn set_own_word(&self, word: usize, value: u64) {
         self.own_words()[word].store(value, Ordering::Release);
         self.header_copy.words()[OWN_WORDS_START + word].store(value, Ordering::Release);
     }
 
-    /// The members of the group, one word each.
     pub(crate) fn members(&self) -> &[AtomicU64] {
         self.map.words(MEMBERS_START, MEMBERS)
     }
@@ -299,17 +288,14 @@ impl Arena {
         set
     }
 
-    /// Whether the header was lost when it was opened, and this is not reported yet.
     pub(crate) fn header_was_lost(&self) -> bool {
         self.header_was_lost.load(Ordering::Acquire)
     }
 
-    /// The counters of one shard; any number is valid.
     fn shard(&self, shard: usize) -> &[AtomicU64] {
         self.map.words(SHARDS_START + shard % SHARDS * SHARD_WORDS * 8, SHARD_WORDS)
     }
 
-    /// `counter`: 0 to 7.
     pub(crate) fn count(&self, counter: usize, by: u64) {
         self.shard(shard_of_thread())[counter].fetch_add(by, Ordering::Relaxed);
     }
@@ -326,7 +312,6 @@ impl Arena {
         if sum > i64::MAX as u64 { 0 } else { sum }
     }
 
-    /// For `recover`.
     pub(crate) fn set_counter(&self, counter: usize, value: u64) {
         for shard in 0..SHARDS {
             self.shard(shard)[counter].store(if shard == 0 { value } else { 0 }, Ordering::Relaxed);

@@ -14,7 +14,7 @@ use crate::{Handle, PageBytes, PageKey, RegionKey};
 /// Bytes of the largest blob.
 pub const BLOB_MAX: usize = HEADER_BYTES + PAGE_SIZE;
 
-/// Mixes the handle into the VM's id, which is 128 random bits, so that the checksum's seed includes the handle.
+/// Mixes the handle into the VM's id, which is 128 random bits, so that the checksum's seed depends on the handle.
 fn sealed_as(key: PageKey, handle: Handle) -> PageKey {
     let VmId(mut id) = key.region.vm;
     id.iter_mut().zip(handle.bits().to_le_bytes()).for_each(|(id, bits)| *id ^= bits);

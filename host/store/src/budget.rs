@@ -18,7 +18,7 @@ use ballast_sys::lock::Lock;
 /// store that needs all of the budget seldom misses it.
 const DIVIDED: i64 = 4;
 
-/// The number of bytes that a set of stores may hold, and that they hold.
+/// A limit in bytes for a set of stores, and the bytes that they hold.
 #[derive(Debug)]
 pub struct Budget {
     limit: AtomicU64,
@@ -65,7 +65,6 @@ impl Budget {
     }
 }
 
-/// The charge of one store.
 #[derive(Debug)]
 pub(crate) struct Account {
     budget: Arc<Budget>,
@@ -86,7 +85,7 @@ impl Account {
         &self.budget
     }
 
-    /// Charges `bytes`, unless that would exceed the limit or use what is reserved for others. Returns true if charged.
+    /// Charges `bytes`, unless that would exceed the limit or use a part of other stores. Returns true if charged.
     pub(crate) fn try_charge(&self, bytes: i64) -> bool {
         let limit = i64::try_from(self.budget.limit().0).unwrap_or(i64::MAX);
         // Below this limit, nothing is reserved.
@@ -107,26 +106,23 @@ impl Account {
         // Only whole units are of use to a store.
         let part = limit / DIVIDED / stores / unit * unit;
         if self.charged.load(Ordering::Acquire) < part {
-            // This charge is from the store's own part.
             return 0;
         }
         let unused = |account: Arc<AtomicI64>| (part - account.load(Ordering::Acquire)).clamp(0, part);
         accounts.iter().filter_map(Weak::upgrade).map(unused).sum()
     }
 
-    /// The total that all stores may hold when this one charges `unit` bytes more.
+    /// The total that all stores may hold if this one charges `unit` bytes more.
     pub(crate) fn most(&self, unit: i64) -> Bytes {
         let limit = i64::try_from(self.budget.limit().0).unwrap_or(i64::MAX);
         Bytes((limit - self.of_others(&self.budget.accounts(), limit, unit)).max(0) as u64)
     }
 
-    /// Adds `bytes`, which may be negative, regardless of the limit.
     pub(crate) fn adjust(&self, bytes: i64) {
         self.charged.fetch_add(bytes, Ordering::AcqRel);
         self.budget.used.fetch_add(bytes, Ordering::AcqRel);
     }
 
-    /// Sets the charge of the store, regardless of the limit.
     pub(crate) fn set(&self, bytes: i64) {
         let before = self.charged.swap(bytes, Ordering::AcqRel);
         self.budget.used.fetch_add(bytes.wrapping_sub(before), Ordering::AcqRel);
@@ -134,7 +130,7 @@ impl Account {
 }
 
 impl Drop for Account {
-    /// The arena may live on, in another process. This process no longer charges it.
+    /// The arena may live on in another process, but this process no longer charges it.
     fn drop(&mut self) {
         self.set(0);
     }

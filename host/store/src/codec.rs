@@ -26,11 +26,9 @@ pub enum Codec {
     },
 }
 
-/// The encoding of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Encoding {
-    /// The page, uncompressed.
     Raw = 1,
     /// One LZ4 block without a frame.
     Lz4 = 2,
@@ -43,19 +41,16 @@ pub(crate) enum Encoding {
 pub(crate) const HEADER_BYTES: usize = 16;
 const _: () = assert!(CLASS_BYTES[CLASSES - 1] == HEADER_BYTES + PAGE_SIZE);
 
-/// A compressed payload longer than this (87 % of a page) would need the slot of a raw page. So the page is stored raw,
-/// which is faster to read.
+/// A longer compressed payload (87 % of a page) would need a raw page's slot: raw, the page is faster to read.
 const COMPRESSED_MAX: usize = CLASS_BYTES[CLASSES - 2] - HEADER_BYTES;
 
-/// The header of every payload. In memory: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1),
-/// little-endian.
+/// Precedes each payload: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1), little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlobHeader {
     /// xxh3 of the uncompressed page, seeded with the key.
     pub(crate) checksum: u64,
     /// A digest of the key, so that `free` can tell whose blob this is without the payload.
     pub(crate) key_check: u32,
-    /// Bytes of payload.
     pub(crate) len: u16,
     /// An `Encoding`, once checked.
     pub(crate) encoding: u8,
@@ -105,12 +100,10 @@ pub(crate) fn key_check(key: PageKey) -> u32 {
     mix(seed(key) ^ 0x5bd1_e995_9e37_79b9) as u32
 }
 
-/// The checksum of a page under a key, as in its blob.
 pub(crate) fn checksum(key: PageKey, bytes: &PageBytes) -> u64 {
     xxh3_64_with_seed(bytes, seed(key))
 }
 
-/// The 64-bit pattern that fills the page, if one does.
 pub(crate) fn fill_pattern(bytes: &PageBytes) -> Option<u64> {
     const WORD: usize = 8;
     // A page that repeats 8 bytes equals itself moved by 8 bytes. Other pages mostly differ within the first bytes.
@@ -168,12 +161,12 @@ impl Scratch {
     }
 }
 
-/// The header of a page with this payload; the tag is still 0.
+/// The header of a page with this payload; the tag is not set yet (0).
 pub(crate) fn header(key: PageKey, bytes: &PageBytes, encoding: u8, len: usize) -> BlobHeader {
     BlobHeader { checksum: checksum(key, bytes), key_check: key_check(key), len: len as u16, encoding, tag: 0 }
 }
 
-/// The header of a page stored raw; the tag is still 0.
+/// The header of a page stored raw; the tag is not set yet (0).
 pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
     header(key, bytes, Encoding::Raw as u8, PAGE_SIZE)
 }

@@ -71,8 +71,7 @@ use reading::{Came, Reading};
 pub struct FileOptions {
     /// Charged for the disk space.
     pub budget: Arc<Budget>,
-    /// Largest size of a *new* file, rounded up to areas of 2 MiB: 2 MiB to 8 TiB. The file is sparse. An existing file
-    /// keeps its size.
+    /// Largest size of a *new* file, which is sparse: 2 MiB to 8 TiB, rounded up to 2 MiB. An old file keeps its size.
     pub max_bytes: Bytes,
     /// Bytes that may be written to the device in a day (UTC), to limit its wear; 0: no limit.
     pub writes_per_day: Bytes,
@@ -179,8 +178,7 @@ impl FileStore {
         Self { inner: Arc::new(Inner::new(allocator, disk, limits, options.unreadable_for)) }
     }
 
-    /// Writes, reads and punches a block, so that a file system that cannot do so is noticed now, not when memory is
-    /// short.
+    /// Writes, reads and punches a block: a file system that cannot do so is noticed now, not when memory is short.
     fn try_disk(&self) -> io::Result<()> {
         disk::ready()?;
         let spare = spare_block(self.inner.allocator.arena().slabs());
@@ -213,9 +211,6 @@ impl FileStore {
     /// wait for all direct I/O on the file; on btrfs no process ends before its I/O. Measured on a device throttled to
     /// 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait that write
     /// overwrote what a successor had written.
-    ///
-    /// # Errors
-    /// If the disk fails.
     pub fn wait_for_writes(&self) -> io::Result<()> {
         let spare = spare_block(self.inner.allocator.arena().slabs()) * PAGE_SIZE as u64;
         memfd::punch(&self.inner.disk.file, spare, PAGE_SIZE as u64)
@@ -256,10 +251,7 @@ impl FileStore {
     }
 
     /// Checks that area table, bitmaps, counters and charge agree. Nobody may use the store during this call. Late
-    /// writes may be in flight: their blocks are taken, and neither live nor bad.
-    ///
-    /// # Errors
-    /// The first contradiction.
+    /// writes may be in flight: their blocks are taken, and neither live nor bad. The error is the first contradiction.
     pub fn validate(&self) -> Result<(), Inconsistent> {
         let inner = &self.inner;
         inner.allocator.settle(0);
@@ -289,8 +281,7 @@ impl FileStore {
         }
     }
 
-    /// Pages of the index that were lost to memory errors since it was opened. `recover` may be needed to find free
-    /// blocks.
+    /// Pages of the index that were lost to memory errors since it was opened. `recover` finds the free blocks again.
     pub fn lost(&self) -> u64 {
         self.inner.allocator.arena().lost()
     }

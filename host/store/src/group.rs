@@ -70,8 +70,7 @@ use crate::{
 const SAMPLE: usize = 4096;
 
 impl Group {
-    /// Adds a member, with the opening of the arena that shows it. A member that is not `new` is missing until
-    /// `recover` has its words.
+    /// Adds a member, with the opening of the arena that shows it. Unless it is `new`, it is missing until `recover`.
     ///
     /// # Errors
     /// The arena has no space for one more.
@@ -112,12 +111,12 @@ impl GroupMember {
         &self.group
     }
 
-    /// Another engine will have the VM: called before that begins; may be repeated.
+    /// Another engine will have the VM. Called before the other engine opens it; may be repeated.
     pub fn part(&self) {
         self.group.part(self.vm);
     }
 
-    /// The VM is gone for good.
+    /// The VM has ended, and does not come back.
     pub fn end(&self) {
         let pages = std::mem::take(&mut *self.pages.locked());
         self.group.in_pieces(pages.handles(), |handle| self.group.drop_reference(handle));
@@ -130,17 +129,16 @@ impl GroupMember {
         self.group.tidy();
     }
 
-    /// Whether a page of this member names this blob.
     fn names(&self, key: PageKey, handle: Handle) -> bool {
         key.region.vm == self.vm && self.pages.locked().has(number_of(key), handle)
     }
 
-    /// Its share of the memory: of each blob, the slot divided by the number of words that name it.
+    /// The member's share of the memory: of each blob, the slot divided by the number of words that name it.
     fn charge(&self) -> u64 {
         let pages = self.pages.locked();
         let mut index = self.group.index.locked();
         let (mut bytes, mut seen) = (0.0, 0);
-        // The order of a hash table, so the sample is arbitrary.
+        // The order is that of a hash table, so the sample is arbitrary.
         for handle in pages.handles().take(SAMPLE) {
             seen += 1;
             let Some((checksum, slot)) = self.group.ram.checksum_and_slot(handle) else { continue };

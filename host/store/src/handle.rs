@@ -23,7 +23,6 @@ const SLOT_MASK: u64 = (1 << SLAB_SHIFT) - 1;
 const _: () = assert!((MAX_SLABS as u64) << SLAB_SHIFT == 1 << TAG_SHIFT && SAME_FILLED < Handle::MAX);
 const _: () = assert!(SLOTS_MAX as u64 <= SLOT_MASK + 1);
 
-/// The object that a handle names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Named {
     SameFilled(SameFilled),

@@ -16,7 +16,6 @@ use ballast_base::PAGE_SIZE;
 
 use crate::PageBytes;
 
-/// The shortest match of the format.
 const MATCH_MIN: usize = 4;
 /// Rules of the format: no match begins in the last 12 bytes, and the last 5 bytes are literals.
 const LAST_MATCH: usize = PAGE_SIZE - 12;
@@ -39,7 +38,6 @@ const PIECE: usize = 32;
 /// The longest block: the page as literals, their length, and the surplus of the last piece.
 pub(crate) const BLOCK_MAX: usize = PAGE_SIZE + PAGE_SIZE / 255 + 16 + PIECE;
 
-/// The last position of each hash of 4 bytes in this page.
 pub(crate) struct Table([u16; SLOTS]);
 
 impl Table {
@@ -124,8 +122,7 @@ impl Block<'_> {
         }
     }
 
-    /// Appends token, length and bytes of the literals `page[start..end]`; `match_nibble` is the other half of the
-    /// token.
+    /// Appends token, length and bytes of the literals `page[start..end]`; `match_nibble` is half of the token.
     #[inline(always)]
     fn push_literals(&mut self, page: &PageBytes, start: usize, end: usize, match_nibble: usize) {
         let count = end - start;

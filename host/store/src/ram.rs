@@ -32,17 +32,16 @@ use crate::{
 /// Parameters of a RAM store.
 #[derive(Clone, Debug)]
 pub struct RamOptions {
-    /// For pages put from now on.
+    /// The compression of pages put from now on.
     pub codec: Codec,
-    /// Charged for the memory. Stores with one budget share its limit.
+    /// The budget that is charged for the memory. Stores with one budget share its limit.
     pub budget: Arc<Budget>,
     /// Slabs of 64 KiB that a *new* arena has; an existing arena keeps its number. The file is sparse: the largest
     /// costs no memory, but 256 GiB of the 128 TiB of addresses of a process.
     pub max_slabs: u32,
 }
 
-/// The least slabs of a VM's arena, 64 GiB: 1,000 VMs with an arena and an index each fit into the addresses of a
-/// process, and a small VM may grow much.
+/// Fewest slabs of a VM's arena: 64 GiB. 1,000 VMs with arena and index fit a process, and a small VM may grow much.
 const FEWEST_SLABS: u32 = 1 << 20;
 /// Bytes of arena per byte of the VM's RAM. A blob is smaller than a page, but a slab can be partly empty.
 const ARENA_PER_RAM: u64 = 4;
@@ -53,21 +52,19 @@ const ARENA_PER_RAM: u64 = 4;
 const PUNCH_LATER_MAX: usize = 256;
 
 impl RamOptions {
-    /// LZ4 and the largest arena.
+    /// Options with LZ4 and the largest arena.
     pub fn new(budget: Arc<Budget>) -> Self {
         Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS }
     }
 
-    /// Slabs of a new arena for a VM with this much RAM. If an arena is full, pages stay in RAM or go to the next
-    /// store.
+    /// Slabs of a new arena for a VM with this much RAM. Beyond that, pages stay in RAM or go to the next store.
     pub fn slabs_for(ram: Bytes) -> u32 {
         let slabs = ram.0.saturating_mul(ARENA_PER_RAM).div_ceil(arena::RAM.layout.slab_bytes as u64);
         u32::try_from(slabs).unwrap_or(MAX_SLABS).clamp(FEWEST_SLABS, MAX_SLABS)
     }
 }
 
-/// Contents and history of a RAM store, in more detail than [`StoreUsage`]. The counters of puts are in the arena, so
-/// they survive a restart.
+/// Contents and history of a RAM store, in more detail than [`StoreUsage`]. Counters of puts survive a restart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RamUsage {
     /// Same-filled pages held, which take no memory.
@@ -86,7 +83,6 @@ pub struct RamUsage {
     pub compressed_out_bytes: u64,
 }
 
-/// Index in a counter shard.
 #[derive(Clone, Copy)]
 enum Counter {
     LiveBlobs,
@@ -145,7 +141,7 @@ impl RamStore {
         report
     }
 
-    /// Like `sweep`; the next `tidy` returns the memory of emptied slabs, when others may use the arena again.
+    /// As [`Self::sweep`], but the next `tidy` returns emptied slabs, when others may use the arena again.
     pub(crate) fn sweep_only(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
@@ -163,10 +159,7 @@ impl RamStore {
         report
     }
 
-    /// Checks that slab table, bitmaps, counters and charge agree. Nobody may use the store during this call.
-    ///
-    /// # Errors
-    /// The first contradiction.
+    /// Checks that slab table, bitmaps, counters and charge agree, while nobody uses the store.
     pub fn validate(&self) -> Result<(), Inconsistent> {
         self.allocator.settle(0);
         let taken = self.allocator.validate()?;
@@ -218,8 +211,7 @@ impl RamStore {
         self.allocator.arena().sum(counter as usize)
     }
 
-    /// Pages of the arena that were lost to memory errors since it was opened. `recover` may be needed to find free
-    /// slots.
+    /// Pages of the arena that were lost to memory errors since it was opened. `recover` finds the free slots again.
     pub fn lost(&self) -> u64 {
         self.allocator.arena().lost()
     }
@@ -277,7 +269,6 @@ impl RamStore {
         if opens { GetOutcome::Found } else { GetOutcome::Corrupt }
     }
 
-    /// Whether the blob still equals `blob`.
     fn is_copy(&self, (place, tag): (Place, u8), blob: &[u8]) -> bool {
         let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return false };
         let Some((kept, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };

@@ -17,10 +17,9 @@ pub(crate) const CLASS_BYTES: [usize; CLASSES] =
 pub(crate) const CLASSES: usize = 17;
 
 const BITMAP_WORDS: usize = 15;
-/// Limited by the bitmap: 64-byte slots leave 4 KiB of their slab unused, since more bits would double the table entry.
+/// Most slots of a slab, by the bitmap. So 64-byte slots leave 4 KiB unused; more bits would double the table entry.
 pub(crate) const SLOTS_MAX: usize = BITMAP_WORDS * 64;
 
-/// For each class of the RAM store, the slots in a slab.
 pub(crate) const CAPACITIES: [usize; CLASSES] = {
     let mut capacities = [0; CLASSES];
     let mut class = 0;
@@ -114,7 +113,6 @@ pub(crate) enum Released {
     Damaged,
 }
 
-/// The table entry of one slab.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slab<'a> {
     state: &'a AtomicU64,
@@ -123,14 +121,12 @@ pub(crate) struct Slab<'a> {
 }
 
 impl<'a> Slab<'a> {
-    /// # Panics
-    /// If the entry is not 16 words.
+    /// Panics if the entry is not 16 words.
     pub(crate) fn new(words: &'a [AtomicU64], capacities: &'static [usize]) -> Self {
         assert!(words.len() == 1 + BITMAP_WORDS, "a slab table entry of {} words", words.len());
         Self { state: &words[0], bitmap: &words[1..], capacities }
     }
 
-    /// `None` if the word has no meaning.
     pub(crate) fn state(self) -> Option<State> {
         State::decode(self.state.load(Ordering::Acquire), self.capacities)
     }
@@ -148,8 +144,7 @@ impl<'a> Slab<'a> {
         }
     }
 
-    /// `Free` to `Active`, with one slot reserved, which the caller then claims. False if it was not free. The caller
-    /// has charged the budget.
+    /// `Free` to `Active`, with one slot reserved for the caller, who has charged the budget. False if it was not free.
     pub(crate) fn activate(self, class: usize) -> bool {
         self.update(|state| {
             (state.phase == Phase::Free).then_some(State { phase: Phase::Active, class, used: 1, ..state })
@@ -157,7 +152,6 @@ impl<'a> Slab<'a> {
         .is_some()
     }
 
-    /// Reserves one slot; false if none is left.
     fn reserve(self, class: usize) -> bool {
         self.update(|state| {
             let usable = state.phase == Phase::Active && state.class == class && state.used < self.capacities[class];

@@ -25,7 +25,6 @@ pub(crate) fn decode(block: &[u8], out: &mut PageBytes) -> bool {
     sequences(block, out) == Some(out.len())
 }
 
-/// The number of decoded bytes; `None` if the block is unsound.
 fn sequences(block: &[u8], out: &mut [u8]) -> Option<usize> {
     let (mut read, mut written) = (0, 0);
     loop {
@@ -53,8 +52,7 @@ fn sequences(block: &[u8], out: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// A length, from its nibble and the bytes that continue it. No overflow: each byte of the block adds at most 255, and
-/// a block is shorter than a page.
+/// A length, from its nibble and the bytes after it. No overflow: a byte adds 255, and a block is less than a page.
 fn length(nibble: usize, block: &[u8], read: &mut usize) -> Option<usize> {
     let mut length = nibble;
     if nibble == CONTINUED {
@@ -115,7 +113,6 @@ mod tests {
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 
-    /// The page by `lz4_flex`, if it decodes the block.
     fn reference(block: &[u8]) -> Option<PageBytes> {
         let mut out = [0; PAGE_SIZE];
         decompress_into(block, &mut out).is_ok_and(|len| len == PAGE_SIZE).then_some(out)

@@ -58,7 +58,6 @@ fn key(run: usize, page: usize) -> PageKey {
     RegionKey { vm: VmId([7; 16]), number: run as u32 }.page(PageIdx(page as u64))
 }
 
-/// The block of the file with this page.
 fn block_of(handle: Handle) -> u64 {
     handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
 }
@@ -164,7 +163,7 @@ impl Walk {
 
     fn free(&self, run: usize, (page, stored): (usize, &mut Option<(u64, Handle)>)) {
         if let Some((_, handle)) = stored.take() {
-            // The next page may get the block before `free` returns.
+            // The next page may get the block before `free` returns, so this is counted first.
             self.ended(handle).fetch_add(1, Ordering::Relaxed);
             self.store.free(key(run, page), handle);
         }
@@ -187,7 +186,7 @@ impl Walk {
                 pages.iter_mut().enumerate().skip(from).take(most).for_each(|page| self.free(run, page));
             }
             4 => {
-                // A read that never ends, of a page that is read for less time.
+                // A read that outlasts every wait for it.
                 let page = random.index(pages.len());
                 if let Some((_, handle)) = pages[page] {
                     self.fail(handle, Some(DiskFault::Takes(Duration::MAX)));

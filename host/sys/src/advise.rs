@@ -1,7 +1,7 @@
 //! Has the kernel page memory of another process out to swap, or back in.
 //!
-//! Before: the caller knows which pages of a process are in memory, or in swap. After: they are where it wants them, as
-//! far as the kernel could; page tables tell which are.
+//! Before: the caller knows which pages of a process are in memory, or in swap. After: the kernel has moved those that
+//! it could move; the page tables tell which.
 //! Threads: any; the call does the work. Units: addresses are in the other process.
 //! Promise: no byte of the other process changes.
 
@@ -13,9 +13,8 @@ use ballast_base::{Hva, PAGE_SIZE};
 /// The kernel takes this many ranges in one call.
 const RANGES: usize = 1024;
 
-/// Page these ranges (start and length, whole pages) out, as `process_madvise(MADV_PAGEOUT)` does. A page that is
-/// locked, pinned or mapped by another process stays, and so do all pages if there is no room in swap. `process` is a
-/// pidfd.
+/// Page these ranges (start and length, whole pages) out, as `process_madvise(MADV_PAGEOUT)` does. `process` is a
+/// pidfd. A page that is locked, pinned or mapped by another process stays, and all pages stay if swap is full.
 ///
 /// # Errors
 /// The process is gone (`ESRCH`), a range is not mapped or its mapping is locked, or the caller may not do this.
@@ -99,7 +98,6 @@ mod tests {
         (0..PAGES).for_each(|page| word(page).store(page as u64 + 1, Ordering::Relaxed));
         let me = pidfd_open(getpid(), PidfdFlags::empty()).expect("a descriptor of this process");
         let start = memory.addr() as u64;
-        // More ranges than one call takes, of different lengths.
         let range = |page: usize| (Hva(start + (page * PAGE_SIZE) as u64), (1 + page % 2) as u64 * PAGE_SIZE as u64);
         page_out(&me, &(0..PAGES - 1).step_by(2).map(range).collect::<Vec<_>>()).expect("paged out as far as possible");
         bring_back(std::process::id(), Hva(start), memory.len() as u64).expect("paged in");

@@ -1,6 +1,7 @@
 //! Affinity: the CPUs on which a thread may run, on a host with any number of them.
 //!
-//! Before: a process starts threads for its CPUs. After: it knows these, and each thread is where it should be.
+//! Before: a process starts threads for its CPUs. After: it knows its CPUs, and each thread runs on those that it was
+//! given.
 //! Threads: any. Units: CPUs by the kernel's number.
 //! Promise: the kernel refuses to write a mask of fewer bits than it has possible CPUs. A `cpu_set_t` has 1,024; this
 //! one has as many as the kernel wants.
@@ -11,7 +12,7 @@ use std::io;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cpus(Vec<u64>);
 
-/// Bits of the first mask that is tried, and of the last one.
+/// Bits of the smallest mask that is tried, and of the largest.
 const FIRST_BITS: usize = 1 << 10;
 const MOST_BITS: usize = 1 << 20;
 

@@ -1,5 +1,5 @@
-//! For tests that change a limit of their process: such a test runs in a process of its own, as the only one. And for
-//! those that find out whether something is closed.
+//! For tests that change a limit of their process: each runs as the only test of a process of its own. And for tests
+//! that find out whether a descriptor is closed.
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const ALONE: &str = "BALLAST_TEST_ALONE";
 
-/// Returns whether the test of this name, which calls this first, is alone in its process. If not, it has been run in
-/// one of its own and has passed.
+/// Returns whether the test of this name, which calls this first, is alone in its process. If not, it has passed in
+/// another.
 pub fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
@@ -20,7 +20,7 @@ pub fn is_alone(name: &str) -> bool {
     false
 }
 
-/// Does this while the process can open `more` descriptors, or fewer if numbers further up are taken.
+/// Calls `body` while the process can open `more` descriptors, or fewer if higher numbers are taken.
 pub fn with_descriptors<T>(more: u64, body: impl FnOnce() -> T) -> T {
     use std::os::fd::AsRawFd;
     let usual = getrlimit(Resource::Nofile);
@@ -33,8 +33,8 @@ pub fn with_descriptors<T>(more: u64, body: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Is this so within a minute? A program that another test of this process starts has copies of all descriptors for a
-/// moment, so that what was closed here is open still.
+/// Does `is_so` become true within a minute? A program that another test of this process starts has copies of all
+/// descriptors for a moment, so a file that was closed here may still be open.
 pub fn in_time(is_so: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
     while !is_so() {

@@ -222,7 +222,7 @@ impl Asm {
         self.push(Self::JMP | 0x90, Reg::R0, 0, 0, 0);
     }
 
-    /// The instructions, with every jump at its label.
+    /// Every jump gets the offset of its label.
     fn finish(mut self) -> io::Result<Vec<Insn>> {
         for (at, label) in self.jumps {
             let place = self.places.get(&label).map(|place| *place as i64 - at as i64 - 1);
@@ -288,7 +288,6 @@ impl Program {
         }
         const PROG_LOAD: libc::c_long = 5;
         const RAW_TRACEPOINT: u32 = 17;
-        /// Lines at the end of the verifier's log that give the reason.
         const LAST: usize = 4;
         let insns = asm.finish()?;
         // To read kernel memory a program must have a licence that the kernel considers compatible; this one has.
@@ -304,7 +303,7 @@ impl Program {
                 log: if log.is_empty() { 0 } else { log.as_mut_ptr() as u64 },
             };
             // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the instructions, the licence and the
-            // log outlive the call and are as long as it says.
+            // log outlive the call, and have the lengths in `Attr`.
             unsafe { bpf(PROG_LOAD, &mut attr) }
         };
         let fd = attempt(&mut []).or_else(|error| {
@@ -325,7 +324,7 @@ impl Program {
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
-    /// Run it once with these arguments. Returns its result.
+    /// Run the program once with these arguments. Returns its result.
     pub fn run(&self, arguments: &[u64]) -> io::Result<u32> {
         #[repr(C)]
         struct Attr {

@@ -8,7 +8,6 @@
 
 use std::io;
 
-/// The file by which the kernel publishes its types.
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u32 = 0xEB9F;
 /// Magic, version, flags, length of the header, then offset and length of types and of strings.
@@ -55,7 +54,6 @@ pub struct Field {
     pub size: u64,
 }
 
-/// One type's common part.
 #[derive(Clone, Copy)]
 struct Type {
     name: u32,
@@ -104,8 +102,7 @@ impl Btf {
         Ok(Self { bytes, types, strings })
     }
 
-    /// The field of a structure, by its path: `xa_head`, or `i_pages.xa_head`. Members of anonymous structures and
-    /// unions count as its own.
+    /// The field at a path: `xa_head`, or `i_pages.xa_head`. The path skips anonymous structures and unions.
     pub fn field(&self, structure: &str, path: &str) -> Option<Field> {
         let mut offset = 0;
         let mut found = self.structure(structure)?;

@@ -21,7 +21,7 @@ pub fn boot_time() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// What [`monotonic_ns`] returned at a moment in the past.
+/// The value of [`monotonic_ns`] at a moment in the past.
 pub fn monotonic_ns_at(moment: Instant) -> u64 {
     monotonic_ns().saturating_sub(moment.elapsed().as_nanos() as u64)
 }

@@ -35,16 +35,15 @@ pub fn create_unnamed(dir: &Path, size: Bytes) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// A second, independent open of such a file, for reading and writing or for reading only. The kernel checks
-/// permissions again, as with `memfd::reopen`.
+/// Another open of a file, for reading and writing or for reading only. As in `memfd::reopen`, permissions are checked.
 pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
     let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     Ok(rustix::fs::open(path, access | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// The same file as a place only (`O_PATH`): a descriptor that keeps the file and can be sent and reopened, but neither
-/// read nor written. Neither this call nor the descriptor's close waits for the file's disk or server.
+/// A descriptor of the file's place (`O_PATH`): it keeps the file and can be sent and reopened, but neither read nor
+/// written. Neither this call nor the descriptor's close waits for the file's disk or server.
 pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)

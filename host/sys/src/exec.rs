@@ -28,8 +28,7 @@ pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
-/// Close the descriptors that the last exec passed on, and the next one would: all that are not close-on-exec, except
-/// the standard ones.
+/// Close all descriptors that an exec passes on (not close-on-exec), except the standard ones.
 ///
 /// # Errors
 /// The kernel could not list them; then none is closed.
@@ -48,7 +47,7 @@ pub fn close_kept() -> io::Result<()> {
     Ok(())
 }
 
-/// Replace this program by the one of this file, with these arguments after this name. Returns only if that fails.
+/// Replace this program by `file`, with these arguments after this name. Returns only if that fails.
 pub fn become_program(file: &OsStr, name: &OsStr, args: &[&OsStr]) -> io::Error {
     let strings = [file, name].into_iter().chain(args.iter().copied());
     let strings = strings.map(|string| CString::new(string.as_bytes()));

@@ -1,6 +1,7 @@
 //! Ranges of files: the files and bytes that RAM consists of, or that a process maps.
 //!
-//! Before: a region's extents, or the map of a process. After: it is known whether two of them have bytes in common.
+//! Before: a region's extents, or the map of a process. After: it is known whether two sets of ranges have bytes in
+//! common.
 //! Threads: any; a plain value. Units: bytes of files.
 //! Promise: a query costs no more than reading both lists, however they were made.
 
@@ -37,17 +38,17 @@ impl FromIterator<(FileId, u64, u64)> for FileRanges {
 }
 
 impl FileRanges {
-    /// Does it have no byte?
+    /// Is there no byte in it?
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The files it has bytes of.
+    /// The files of which it has bytes.
     pub fn files(&self) -> impl Iterator<Item = FileId> + use<'_> {
         self.0.keys().copied()
     }
 
-    /// A byte that is in both, if there is one: its file and offset.
+    /// The file and offset of a byte that is in both, if there is one.
     pub fn overlap(&self, other: &Self) -> Option<(FileId, u64)> {
         self.0.iter().find_map(|(file, ours)| {
             let (mut ours, mut theirs) = (ours.as_slice(), other.0.get(file)?.as_slice());
@@ -75,7 +76,7 @@ impl FileRanges {
             let (mut next, mut rest) = (0, Vec::new());
             for &(start, end) in ours {
                 let mut start = start;
-                // One that ends in a later range of ours is looked at again there.
+                // A range of theirs that ends in our next range is looked at again there.
                 while let Some(&(from, to)) = theirs.get(next).filter(|(from, _)| *from < end) {
                     if start < from {
                         rest.push((start, from));

@@ -23,7 +23,7 @@ pub fn id(name: &str) -> io::Result<Option<u32>> {
     })
 }
 
-/// The number of this user, likewise.
+/// The number of this user; `None` if there is no user of this name.
 pub fn user_id(name: &str) -> io::Result<Option<u32>> {
     if let Ok(number) = name.parse() {
         return Ok(Some(number));
@@ -40,7 +40,6 @@ pub fn user_id(name: &str) -> io::Result<Option<u32>> {
     })
 }
 
-/// Ask with a buffer that is large enough.
 fn lookup(name: &str, ask: impl Fn(&CString, &mut [u8]) -> (i32, Option<u32>)) -> io::Result<Option<u32>> {
     let Ok(name) = CString::new(name) else { return Ok(None) };
     let mut buffer = vec![0_u8; 1024];

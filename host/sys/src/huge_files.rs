@@ -27,7 +27,7 @@ pub fn mount(dir: &Path, page: Bytes) -> io::Result<()> {
     keep_private(dir)
 }
 
-/// A door below it would otherwise appear below every other door, too.
+/// Mount the directory as private: a door below a shared mount would appear below every other door, too.
 fn keep_private(dir: &Path) -> io::Result<()> {
     mount_call(c"none", c"none", dir, libc::MS_PRIVATE, None)
 }
@@ -48,7 +48,7 @@ pub fn close_door(door: &Path) -> io::Result<bool> {
         match error.raw_os_error() {
             Some(libc::EBUSY) => return Ok(false),
             Some(libc::ENOENT) => return Ok(true),
-            // The kernel also returns this for a directory that is no mount: only the directory is left.
+            // The kernel also returns this for a directory that is not a mount: then only the directory is left.
             Some(libc::EINVAL) if !is_mount(door)? => {}
             _ => return Err(error),
         }
@@ -100,12 +100,12 @@ pub fn on_node(node: Option<u32>) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The calling thread allocates on one node alone while this lives, and then where it likes.
+/// While this value lives, the calling thread allocates on one node alone; afterwards on any node.
 #[derive(Debug)]
 pub struct OnNode(());
 
 impl OnNode {
-    /// `None` if no node is named, or the kernel does not let this process have memory of it: then pages are of any.
+    /// `None` if no node is named, or this process may not have memory of it: then pages are of any node.
     pub fn of(node: Option<u32>) -> Option<Self> {
         on_node(Some(node?)).ok().map(|()| Self(()))
     }

@@ -1,7 +1,7 @@
 //! Which huge pages a file of hugetlbfs has. The kernel has no `SEEK_DATA` for such files: it calls all of them data.
 //!
 //! Before: `pager` opens a region whose RAM is such a file. After: it can tell holes from pages.
-//! Threads: any; two that ask about the same page at once both get the right result.
+//! Threads: any; two threads that ask about a page at once both get the right result.
 //! Units: offsets are bytes from the start of the mapping, multiples of the page size.
 //! Promise: nothing is allocated, nothing is written, and no page stays mapped here.
 
@@ -35,8 +35,7 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// Prepare to ask about this mapping of files with pages of this size, of which all lengths and offsets are
-    /// multiples.
+    /// Prepare to ask about this mapping of files, in which all lengths and offsets are multiples of `page`.
     ///
     /// # Errors
     /// This process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
@@ -75,8 +74,9 @@ impl Presence {
 }
 
 /// Takes the lock under which this program's processes change the host's numbers of huge pages; it lasts as long as the
-/// file. It is in a file that only root can open: the kernel's own files can be read, and so be locked, by every user.
-/// `None`: the host with this root has no `/run`. Fails if another process of root has it for longer than `within`.
+/// file is open. It is in a file that only root can open: the kernel's own files can be read, and so be locked, by
+/// every user. `None`: the host with this root has no `/run`. Fails if another process of root holds the lock for
+/// longer than `within`.
 pub fn lock_numbers(root: &Path, within: Duration) -> io::Result<Option<std::fs::File>> {
     use rustix::fs::{FlockOperation, flock};
     use std::os::unix::fs::OpenOptionsExt;
@@ -118,7 +118,7 @@ mod tests {
         let said = lock_numbers(root.path(), Duration::ZERO).expect_err("another one has it").to_string();
         assert!(said.contains("ballast-hugepages.lock: another process"), "{said}");
         drop(first);
-        // A program that another test starts has a copy of it for a moment.
+        // A program that another test starts has a copy of the descriptor for a moment.
         assert!(lock_numbers(root.path(), Duration::from_mins(1)).expect("locked").is_some());
     }
 

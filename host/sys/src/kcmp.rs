@@ -19,7 +19,7 @@ pub fn same_memory(a: u32, b: u32) -> io::Result<bool> {
             error if error.raw_os_error() == Some(libc::ESRCH) => Ok(false),
             error => Err(error),
         },
-        // Two ending processes both have no memory any more, which counts as the same and does no harm.
+        // Two ending processes both have no memory any more, which counts as shared memory and does no harm.
         answer => Ok(answer == 0),
     }
 }

@@ -1,7 +1,7 @@
 //! Large pages of shared memory, from outside the process that maps them: is a page part of one, and the split of one.
 //!
-//! Before: the caller is to move some pages of a 2 MiB page that the kernel has as one: it moves only all of it. After:
-//! each page can be moved alone.
+//! Before: the caller wants to move some pages of a 2 MiB page that the kernel keeps, and moves, as one. After: each
+//! page can be moved alone.
 //! Threads: any. Units: addresses of the other process. Promise: no byte changes. A split unmaps the pages of the unit:
 //! the caller maps them again, or each touch is a minor fault.
 
@@ -34,7 +34,7 @@ pub fn is_large(process: &Remote, page: Hva) -> io::Result<Option<bool>> {
 /// Have the kernel split the large page that is mapped at this address into base pages, if this process alone maps it
 /// and nothing holds a page of it. [`is_large`] tells whether it did.
 ///
-/// No call is made for this. But `MADV_COLD` of a part of a large page splits it first (Linux 5.14 to 7.3; read in
+/// There is no call for this. But `MADV_COLD` of a part of a large page splits it first (Linux 5.14 to 7.3; read in
 /// `madvise_cold_or_pageout_pte_range`), and then only tells the kernel that the part is cold.
 pub fn split(process: &Remote, page: Hva) -> io::Result<()> {
     let range = libc::iovec { iov_base: page.0 as *mut libc::c_void, iov_len: PAGE_SIZE };

@@ -1,6 +1,6 @@
 //! Lines for people on a descriptor that may be full, closed or broken.
 //!
-//! Before: a thread has something to say: a guest may wait for it. After: the line is written, or lost.
+//! Before: a thread has a line to write, and a guest may wait for the thread. After: the line is written, or lost.
 //! Threads: any. Units: bytes. Promise: nobody waits, gets a signal or panics: neither for a pipe that nobody reads,
 //! nor for a disk that is full. A line that cannot be written at once is lost.
 
@@ -21,8 +21,8 @@ const LONGEST: usize = PAGE_SIZE;
 /// One thread writes at a time: a second one would find the pipe ready, too, and then wait.
 static WRITES: Mutex<()> = Mutex::new(());
 
-/// Write this line, without its end, if that is possible at once. What a terminal would obey is escaped. The line is
-/// cut after a page, at a character border.
+/// Write this line, without its end, if that is possible at once. Control characters are escaped. The line is cut after
+/// a page, at a character border.
 pub fn put(to: BorrowedFd<'_>, line: &str) {
     let mut line = cut_at(shown(line).into_owned(), LONGEST - 1);
     line.push('\n');
@@ -32,7 +32,6 @@ pub fn put(to: BorrowedFd<'_>, line: &str) {
     }
 }
 
-/// Could a write wait for a reader?
 fn may_wait(to: BorrowedFd<'_>) -> bool {
     let kind = fstat(to).map(|stat| FileType::from_raw_mode(stat.st_mode));
     matches!(kind, Ok(FileType::Fifo | FileType::Socket)) || to.is_terminal()

@@ -3,8 +3,9 @@
 //! Before: `memfd` gives the file. After: page-state words, store arenas and test guests live in mappings.
 //! Threads: a mapping may be used from any thread; concurrent access is through atomics or raw copies.
 //! Promise: no Rust reference to plain memory inside a mapping is ever formed, only references to atomics. A function
-//! that gets a range outside the mapping panics and does not touch it. A mapping of 2 MiB or more begins at a multiple
-//! of 2 MiB, one of 1 GiB or more at a multiple of that, so that either can be of huge pages of its size.
+//! panics, and touches nothing, if a range is outside the mapping or words are not aligned. A mapping of 2 MiB or more
+//! begins at a multiple of 2 MiB, one of 1 GiB or more at a multiple of that, so that either can be of huge pages of
+//! its size.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -87,9 +88,6 @@ impl Mapping {
     }
 
     /// The address of byte `offset`, after checking that `len` bytes from there are inside.
-    ///
-    /// # Panics
-    /// If the range is not inside the mapping.
     pub fn ptr(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
@@ -100,10 +98,7 @@ impl Mapping {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// The `count` 64-bit words from byte `offset`, as atomics.
-    ///
-    /// # Panics
-    /// If the range is outside the mapping or `offset` is not a multiple of 8.
+    /// The `count` 64-bit words from byte `offset`, a multiple of 8, as atomics.
     pub fn words(&self, offset: usize, count: usize) -> &[AtomicU64] {
         assert!(offset.is_multiple_of(8), "word offset {offset:#x} is not aligned");
         let ptr = self.ptr(offset, count * 8).cast::<AtomicU64>();
@@ -113,9 +108,6 @@ impl Mapping {
     }
 
     /// The `count` bytes from byte `offset`, as atomics.
-    ///
-    /// # Panics
-    /// If the range is outside the mapping.
     pub fn bytes(&self, offset: usize, count: usize) -> &[AtomicU8] {
         let ptr = self.ptr(offset, count).cast::<AtomicU8>();
         // SAFETY: in bounds (checked by `ptr`), alive as long as `self`; see `words` about other writers.
@@ -123,9 +115,6 @@ impl Mapping {
     }
 
     /// Copy `out.len()` bytes from `offset` out of the mapping.
-    ///
-    /// # Panics
-    /// If the range is outside the mapping.
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) {
         let src = self.ptr(offset, out.len());
         // SAFETY: the source is in bounds; `out` is a private buffer, so the two cannot overlap. If another process
@@ -134,9 +123,6 @@ impl Mapping {
     }
 
     /// Copy `bytes` into the mapping at `offset`.
-    ///
-    /// # Panics
-    /// If the range is outside the mapping.
     pub fn copy_in(&self, offset: usize, bytes: &[u8]) {
         let dst = self.ptr(offset, bytes.len());
         // SAFETY: the target is in bounds; `bytes` is a live private slice, so the two cannot overlap.
@@ -186,10 +172,7 @@ impl Mapping {
         self.zap_all(&[(offset, len)])
     }
 
-    /// The same for many ranges `(offset, len)`, with few interruptions of the other CPUs (see [`crate::zap`]).
-    ///
-    /// # Panics
-    /// If a range is not inside the mapping.
+    /// [`Self::zap`] of many ranges `(offset, len)`, with few interruptions of the other CPUs (see [`crate::zap`]).
     pub fn zap_all(&self, ranges: &[(usize, usize)]) -> io::Result<()> {
         let ranges: Vec<_> = ranges.iter().map(|&(offset, len)| (self.ptr(offset, len) as usize, len)).collect();
         // SAFETY: each range is inside this shared file mapping, so its contents stay in the file and are mapped again

@@ -17,8 +17,7 @@ pub fn create(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The same, made of huge pages of 2 MiB, which come from the host's pool as they are touched. `size` is a multiple of
-/// that.
+/// As [`create`], with 2 MiB pages, which come from the host's pool as they are touched; `size` is a multiple.
 pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
     rustix::fs::ftruncate(&fd, size.0)?;
@@ -31,8 +30,7 @@ pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// Allocate `len` bytes from `offset` on before they are written; they read as zeros. On a disk, later writes then need
-/// no space.
+/// Allocate `len` bytes from `offset` on; they read as zeros. On a disk, later writes then need no space.
 pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     fallocate(fd, FallocateFlags::KEEP_SIZE, offset, len)
 }
@@ -75,7 +73,6 @@ pub fn is_hole(fd: impl AsFd, offset: u64, len: u64) -> io::Result<bool> {
     Ok(data_from(fd, offset)?.is_none_or(|next| next >= offset + len))
 }
 
-/// The first present byte at or after `offset`.
 fn data_from(fd: impl AsFd, offset: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
         Ok(next) => Ok(Some(next)),
@@ -93,11 +90,11 @@ pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
 /// The first run of present bytes in `offset..end`, cut at `end`; both are whole pages. The cost depends on the range
 /// alone. The kernel's `SEEK_HOLE` would search a full file to its end, at 20 ns a page.
 pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
-    // To `cachestat` no length is all of the file.
+    // `cachestat` takes a length of 0 as the whole file.
     if offset >= end {
         return Ok(None);
     }
-    // One call where all or nothing is there, as in most short ranges.
+    // One call is enough where all pages are present or none is, as in most short ranges.
     let cached = cached(&fd, offset, end - offset)?.map(|pages| pages.bytes().0);
     match cached {
         Some(0) => return Ok(None),
@@ -106,9 +103,8 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
     }
     let Some(start) = data_from(&fd, offset)?.filter(|start| *start < end) else { return Ok(None) };
     let stop = match cached {
-        // All that was counted is from `start` on.
+        // All pages that were counted are from `start` on.
         Some(bytes) if bytes >= end - start => end,
-        // There is a hole before the end.
         Some(_) => rustix::fs::seek(&fd, SeekFrom::Hole(start))?.min(end),
         None => {
             let mut stop = start + PAGE_SIZE as u64;
@@ -121,8 +117,7 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
     Ok(Some((start, stop)))
 }
 
-/// Pages of a range that the file has, in memory or swapped out by the kernel; `None` if the kernel cannot tell (before
-/// Linux 6.5).
+/// Pages of a range that are in memory or swapped out; `None` if the kernel cannot tell (before Linux 6.5).
 fn cached(fd: &impl AsFd, offset: u64, len: u64) -> io::Result<Option<PageCount>> {
     // `cachestat`, its range and what it returns: in memory, dirty, in write-back, evicted, evicted recently.
     const CACHESTAT: libc::c_long = 451;
@@ -144,7 +139,7 @@ pub fn resident(fd: impl AsFd) -> io::Result<PageCount> {
     Ok(usage(fd)?.0)
 }
 
-/// The same, and the length of the file.
+/// As [`resident`], with the length of the file.
 pub fn usage(fd: impl AsFd) -> io::Result<(PageCount, Bytes)> {
     const SECTOR: u64 = 512;
     let stat = rustix::fs::fstat(&fd)?;
@@ -216,7 +211,7 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
 pub const ON_DEMAND: u32 = 0o1000;
 
 /// Do the pages of this file of a hugetlbfs come when they are touched? Then all mappings of guest RAM in it must
-/// always be registered with userfaultfd: where the kernel has no page for a touch that it serves itself, it ends the
+/// always be registered with userfaultfd: if the kernel served a touch itself and had no page, it would end the
 /// process.
 pub fn is_on_demand(fd: impl AsFd) -> io::Result<bool> {
     let mode = rustix::fs::fstat(&fd)?.st_mode;
@@ -225,18 +220,18 @@ pub fn is_on_demand(fd: impl AsFd) -> io::Result<bool> {
         && ram_page(fd)?.is_some_and(|page| page.0 > PAGE_SIZE as u64))
 }
 
-/// The node of the host that the pages of a file on demand are to be of: its group, which has no other meaning, is that
-/// number plus one. `None`: any.
+/// The node of the host that a file on demand must have its pages from. It is kept in the file's group, which has no
+/// other meaning here: the node's number plus one. `None`: any node.
 pub fn on_demand_node(fd: impl AsFd) -> io::Result<Option<u32>> {
     Ok(rustix::fs::fstat(&fd)?.st_gid.checked_sub(1))
 }
 
-/// Say which node that is.
+/// Set the node that [`on_demand_node`] returns.
 pub fn set_on_demand_node(fd: impl AsFd, node: u32) -> io::Result<()> {
     Ok(rustix::fs::fchown(&fd, None, Some(rustix::fs::Gid::from_raw(node + 1)))?)
 }
 
-/// Is [`is_on_demand`] so for one of these files?
+/// Is one of these files on demand ([`is_on_demand`])?
 pub fn any_is_on_demand<F: AsFd>(files: impl IntoIterator<Item = F>) -> io::Result<bool> {
     files.into_iter().try_fold(false, |any, file| Ok(any || is_on_demand(file)?))
 }

@@ -8,7 +8,7 @@ pub fn number(key: &str) -> Option<u64> {
     number_in(&std::fs::read_to_string("/proc/meminfo").ok()?, key)
 }
 
-/// The same in a text like that file's.
+/// As [`number`], from a text in the format of that file.
 pub fn number_in(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     line.split_ascii_whitespace().next()?.parse().ok()

@@ -39,20 +39,19 @@ static NOTHING: AtomicI32 = AtomicI32::new(-1);
 static NOTIFY_FD: AtomicI32 = AtomicI32::new(-1);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static SPURIOUS: AtomicU32 = AtomicU32::new(0);
-/// A buffer of one page for the holder of [`BUSY`]: a signal's stack may be small.
+/// A buffer of one page for the holder of [`BUSY`], because a signal's stack may be small.
 static ROOM: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
-/// The result of replacing pages.
 #[derive(PartialEq, Eq)]
 enum Replaced {
     Done,
     /// The file still has the pages: the kernel cannot split the huge page that they are part of.
     Stuck,
-    /// The kernel refused. The journal says what is not finished.
+    /// The kernel refused. The journal says which part is not finished.
     Failed,
 }
 
-/// Replace the pages of a part of a mapping. The caller is [`BUSY`].
+/// Replace the pages of a part of a mapping. The caller holds [`BUSY`].
 fn replace(slot: &Slot, from: usize, to: usize) -> Replaced {
     let (base, fd) = (slot.start.load(Ordering::Acquire), slot.fd.load(Ordering::Acquire));
     let file_offset = slot.offset.load(Ordering::Acquire) + from as u64;
@@ -76,7 +75,6 @@ fn replace(slot: &Slot, from: usize, to: usize) -> Replaced {
     Replaced::Done
 }
 
-/// Map a part of a file in place of the current mapping.
 fn map(addr: usize, len: usize, fd: i32, offset: i64) -> bool {
     let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: the range is inside a registered mapping, which a thread is touching, so it stays mapped; and no
@@ -100,7 +98,7 @@ fn punch(fd: i32, offset: i64, len: i64) -> bool {
     }
 }
 
-/// Write the new bytes of a page to a file. The caller is [`BUSY`].
+/// Write the new bytes of a page to a file. The caller holds [`BUSY`].
 fn write_page(fill: &Fill, fd: i32, offset: i64) -> bool {
     for (at, word) in ROOM.iter().enumerate() {
         let value = match fill {
@@ -120,7 +118,7 @@ fn errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-/// Can the page at this address be read? The kernel tries it, in a call that has no effect whatever it reads.
+/// Can the page at this address be read? The kernel tries it, in a call that has no effect whatever the bytes are.
 fn is_readable(addr: usize) -> bool {
     const NO_SUCH_WAY: i32 = -1;
     const LEN: usize = 8;
@@ -136,19 +134,18 @@ fn is_hole(fd: i32, offset: u64) -> bool {
     unsafe { libc::lseek(fd, offset as i64, libc::SEEK_HOLE) == offset as i64 }
 }
 
-/// Is the file's own page at this offset readable?
 fn is_file_readable(fd: i32, offset: u64) -> bool {
     let mut byte = 0u8;
     // SAFETY: one byte of room for one byte.
     unsafe { libc::pread(fd, (&raw mut byte).cast(), 1, offset as i64) == 1 }
 }
 
-/// Make the page at this address readable again. Returns false if it is not ours, or cannot be replaced. The caller is
-/// [`BUSY`]. `is_known`: the kernel reported that the memory failed.
+/// Make the page at this address readable again. Returns false if it is not ours, or cannot be replaced. The caller
+/// holds [`BUSY`]. `is_known`: the kernel reported that the memory failed.
 fn mend(addr: usize, is_known: bool) -> bool {
     let page = addr & !(PAGE_SIZE - 1);
     if is_readable(page) {
-        // Another thread has replaced it already.
+        // Another thread has replaced the page already.
         return SPURIOUS.fetch_add(1, Ordering::Relaxed) < MOST_SPURIOUS;
     }
     let Some(slot) = Slot::find(page) else { return false };
@@ -157,7 +154,7 @@ fn mend(addr: usize, is_known: bool) -> bool {
         (slot.start.load(Ordering::Acquire), slot.len.load(Ordering::Acquire), slot.fd.load(Ordering::Acquire));
     let (within, file_offset) = (page - start, slot.offset.load(Ordering::Acquire) + (page - start) as u64);
     if matches!(slot.fill(within), Fill::Copy(_)) && is_file_readable(fd, file_offset) {
-        // Another process replaced it; only our page table is out of date.
+        // Another process replaced the page; only our page table is out of date.
         return map(page, PAGE_SIZE, fd, file_offset as i64);
     }
     if !is_known && is_hole(fd, file_offset) {
@@ -231,7 +228,7 @@ pub fn notify() {
     unsafe { libc::write(notify_fd, (&raw const one).cast(), 8) };
 }
 
-/// Do what would have happened without this handler.
+/// Do what would happen without this handler.
 fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let handler = PREVIOUS.get().map_or(libc::SIG_DFL, |previous| previous.sa_sigaction);
     let with_info = PREVIOUS.get().is_some_and(|previous| previous.sa_flags & libc::SA_SIGINFO != 0);
@@ -264,7 +261,7 @@ pub fn install() -> io::Result<OwnedFd> {
             }
             // SAFETY: the kernel just gave us this descriptor; it has no other owner.
             let notify_fd = unsafe { OwnedFd::from_raw_fd(notify_fd) };
-            // Both stay open as long as the process lives.
+            // Both descriptors stay open as long as the process lives.
             let nothing = std::mem::ManuallyDrop::new(memfd::create("ballast-nothing", Bytes(0))?);
             NOTHING.store(nothing.as_raw_fd(), Ordering::Release);
             NOTIFY_FD.store(notify_fd.as_raw_fd(), Ordering::Release);
@@ -312,8 +309,7 @@ mod tests {
     }
 
     /// A mapping whose pages become zeros, a pattern, and a copy, two of each; and a mark of userfaultfd, which makes a
-    /// touch of a page a memory error, as failed memory would. `None`, with a printed skip, if there is none (Linux
-    /// 6.6).
+    /// touch of a page a memory error, as failed memory would. `None`, with a printed skip, before Linux 6.6.
     fn setup() -> Option<Rig> {
         let features = REQUIRED_FEATURES | feature::POISON;
         let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
@@ -355,7 +351,7 @@ mod tests {
         assert_eq!(map.losses(), Losses::default());
         assert_eq!([0, 1, 2, 3].map(word), [100, 0, 0x1F, 103]);
         assert_eq!(map.words(2 * PAGE_SIZE, WORDS)[WORDS - 1].load(Ordering::Relaxed), 0x1F);
-        // It is the file's own page again: written here, read there.
+        // The mapping has the file's own page again: a word written here is read there.
         map.words(2 * PAGE_SIZE, 1)[0].store(7, Ordering::Relaxed);
         let again = Mapping::shared(&*file, 0, PAGES * PAGE_SIZE).expect("map");
         assert_eq!([1, 2].map(|page| again.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed)), [0, 7]);

@@ -16,9 +16,9 @@ pub enum Place {
     Node(u32),
     /// There is no page at the address, or it is the page of zeros.
     Absent,
-    /// It is mapped more than once, and it stays.
+    /// The page is mapped more than once, and it stays.
     Shared,
-    /// It is pinned, or under I/O: a later try may succeed.
+    /// The page is pinned, or under I/O: a later try may succeed.
     Busy,
     /// The node has no free page for it.
     Full,

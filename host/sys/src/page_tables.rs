@@ -1,4 +1,4 @@
-//! What a process's page tables say of its memory: which pages are present, which are in swap.
+//! The page tables of a process: which pages of its memory are present, and which are in swap.
 //!
 //! Before: the caller knows where memory is mapped in a process. After: it has the runs of pages that are there.
 //! Threads: any. Units: addresses are in the other process.
@@ -42,7 +42,7 @@ pub struct PageTables {
 }
 
 impl PageTables {
-    /// Those of the process that has this number now.
+    /// The page tables of the process that has this number now.
     pub fn open(pid: u32) -> io::Result<Self> {
         let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
         let scans = scan(&pagemap, (0, PAGE_SIZE as u64), WITH_MEMORY, |_, _, _| ()).is_ok();
@@ -65,7 +65,7 @@ impl PageTables {
         scanned.or_else(gone)
     }
 
-    /// The same from the entries themselves, which costs more.
+    /// As [`Self::runs`], from the single entries, which costs more.
     fn runs_by_entries(&self, start: Hva, len: u64, mut each: impl FnMut(Entries)) -> io::Result<()> {
         const ENTRY_PRESENT: u64 = 1 << 63;
         const ENTRY_SWAPPED: u64 = 1 << 62;
@@ -147,15 +147,15 @@ const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() ==
 pub(crate) struct Wanted {
     /// Only entries that have all of these are reported.
     pub all_of: u64,
-    /// And only those that have one of these, unless this is 0.
+    /// Only entries that also have one of these are reported, unless this is 0.
     pub any_of: u64,
-    /// Those that tell runs apart.
+    /// The categories that tell runs apart.
     pub told: u64,
 }
 
 const WITH_MEMORY: Wanted = Wanted { all_of: 0, any_of: PRESENT | SWAPPED, told: PRESENT | SWAPPED | ZERO };
 
-/// Calls `each` with start, end and categories of each run of such entries (Linux 6.7).
+/// Calls `each` with start, end and categories of each run of wanted entries (Linux 6.7).
 pub(crate) fn scan(
     pagemap: impl AsFd,
     (start, end): (u64, u64),

@@ -1,7 +1,7 @@
 //! The process at the other end of a Unix socket, its number, its user and its supplementary groups.
 //!
-//! Before: a connection was accepted. After: the daemon decides what this peer may do.
-//! Promise: the result is what the peer had when it connected; nothing is looked up by process id, which may be reused.
+//! Before: a connection was accepted. After: the daemon decides what this peer may do. Promise: the result describes
+//! the peer at its connect; nothing is looked up by process id, which may be reused.
 
 use std::io;
 use std::num::NonZeroU32;

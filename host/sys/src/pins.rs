@@ -52,7 +52,7 @@ pub enum Unavailable {
     /// The kernel does not let this process load it.
     #[error("{0}")]
     Refused(String),
-    /// It ran, and did not give the right results.
+    /// The program ran, and did not give the right results.
     #[error("its self-test failed: {0}")]
     SelfTest(String),
 }
@@ -116,7 +116,6 @@ impl PinCheck {
     }
 }
 
-/// The message for a refusal by the kernel.
 fn why_refused(error: &io::Error) -> String {
     let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
     if lockdown.contains("[confidentiality]") {

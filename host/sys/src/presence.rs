@@ -1,8 +1,8 @@
 //! Presence: the kernel tells which processes are alive. A name is the place of a byte in a file. Each holder of the
 //! name has a lock on that byte, which lasts until the last descriptor of that opening of the file is closed.
 //!
-//! Before: a process has an opening of its own of a file that others have, too. After: the others can ask whether a
-//! process, or a message on its way to one, still has that opening.
+//! Before: a process opened a file that other processes have open, too. After: the others can ask whether a process, or
+//! a message on its way to one, still has that opening.
 //! Threads: any. Units: a name is 64 bits, of which 62 count.
 //! Promise: no process has to be alive to remove a lock. A lock that another process sets can make a dead holder look
 //! alive, never a living one dead.
@@ -33,8 +33,8 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
 
-/// The same as [`announce`], after waiting until no process holds the name exclusively, for this long at most: a killed
-/// process holds it until its last thread has left the kernel.
+/// As [`announce`], after waiting until no process holds the name exclusively, for this long at most: a killed process
+/// holds it until its last thread has left the kernel.
 ///
 /// # Errors
 /// As for [`announce`]; `WouldBlock` if a process holds it still.
@@ -92,7 +92,6 @@ mod tests {
         assert!(there(first), "its descriptor is on its way");
         drop(theirs);
         assert!(in_time(|| !there(first)) && there(second));
-        // The same name from another opening.
         let again = opened(false);
         announce(&again, second).expect("announce");
         drop(other);

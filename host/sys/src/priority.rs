@@ -22,7 +22,7 @@ pub fn run_first() {
     let _ = setpriority_process(None, BEFORE_GUESTS);
 }
 
-/// The same, if this is so.
+/// Calls [`run_first`] if `first` is true.
 pub fn run_first_if(first: bool) {
     if first {
         run_first();

@@ -60,7 +60,6 @@ fn row(
     Feature { name, present, since, without, required, detail }
 }
 
-/// What a page's journey uses.
 fn of_pages() -> Vec<Feature> {
     let offered = Uffd::probe_features();
     let poison = match &offered {
@@ -115,7 +114,6 @@ fn of_pages() -> Vec<Feature> {
     ]
 }
 
-/// The host around.
 fn of_host() -> Vec<Feature> {
     vec![
         row(
@@ -168,7 +166,7 @@ mod tests {
 
     #[test]
     fn features_that_the_other_tests_of_this_crate_use_are_found() {
-        // Those tests fail if these are missing, so a probe that says no there is wrong.
+        // Other tests fail if these features are missing, so a probe that says no there is wrong.
         for feature in probe().iter().filter(|feature| feature.required) {
             assert_eq!(feature.present, Presence::Yes, "{}: {}", feature.name, feature.detail);
         }

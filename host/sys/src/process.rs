@@ -89,9 +89,9 @@ impl Thread {
 /// The `stat` of a process or thread; `None` if it is gone.
 fn read_stat(path: &str) -> io::Result<Option<String>> {
     match std::fs::read(path) {
-        // Its name is any bytes.
+        // The name in it may be any bytes.
         Ok(stat) => Ok(Some(String::from_utf8_lossy(&stat).into_owned())),
-        // It ended before the file was opened, or before it was read.
+        // The process ended before the file was opened, or before it was read.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
         Err(error) => Err(error),

@@ -1,4 +1,4 @@
-//! Another process's page tables, from outside: finds the 2 MiB units that it maps huge, and maps units huge again.
+//! Another process's page tables, from outside: finds its 2 MiB units that are mapped huge, and maps units huge again.
 //!
 //! Before: `pager` knows a view's process and where guest RAM is mapped in it. After: whole units are mapped by one
 //! entry.
@@ -29,7 +29,7 @@ pub enum Collapsed {
     Hole,
     /// There is no free huge page, or the memory cgroup has no space for one.
     NoMemory,
-    /// It cannot be mapped huge: not aligned, registered for write-protection, or forbidden for the process.
+    /// The range cannot be mapped huge: not aligned, registered for write-protection, or forbidden for the process.
     Never,
     /// The process is gone.
     Gone,
@@ -40,8 +40,8 @@ pub enum Collapsed {
 pub struct MappedPage {
     /// Its physical address.
     pub address: u64,
-    /// It is mapped once: not by another process, nor a second time by this one (some garbage collectors map their heap
-    /// at several addresses). The kernel's page of zeros never is.
+    /// The page is mapped once: not by another process, nor a second time by this one (some garbage collectors map
+    /// their heap at several addresses). The kernel's page of zeros never is.
     pub is_exclusive: bool,
 }
 
@@ -60,8 +60,7 @@ impl Remote {
         Ok(Self { process, pagemap: File::open(format!("/proc/{pid}/pagemap"))? })
     }
 
-    /// Map whole units (2 MiB, aligned in address and file) by one entry each, as `process_madvise(MADV_COLLAPSE)`
-    /// does.
+    /// Map whole units (2 MiB, aligned in address and file) by one entry each: `process_madvise(MADV_COLLAPSE)`.
     ///
     /// Where the file holds the unit as one huge page already, only the page table changes. Otherwise the kernel copies
     /// its pages into a huge page first, which takes milliseconds; touches wait meanwhile. A hole in a range registered
@@ -107,7 +106,7 @@ impl Remote {
         Ok(())
     }
 
-    /// The same with whether each page is mapped once.
+    /// As [`Self::physical`], and whether each page is mapped once.
     pub fn pages(&self, start: Hva, out: &mut [Option<MappedPage>]) -> io::Result<()> {
         const PRESENT: u64 = 1 << 63;
         const EXCLUSIVE: u64 = 1 << 56;
@@ -179,8 +178,8 @@ mod tests {
         assert_eq!(found.map(|page| page.map(|page| page.is_exclusive)), [Some(false), Some(true)]);
     }
 
-    /// Collapses. The host may be short of free huge pages for a moment, and the kernel takes one before it finds
-    /// holes; it may have a page in its hands as well.
+    /// Collapses, with retries: the host may be short of free huge pages for a moment, because the kernel takes one
+    /// before it finds holes; and the kernel may hold a page for a moment.
     fn collapse(remote: &Remote, start: Hva, len: u64) -> Collapsed {
         let may_pass = |found: &Collapsed| matches!(found, Collapsed::NoMemory | Collapsed::Busy);
         let tries = (0..100).map(|_| remote.collapse(start, len).expect("collapse"));

@@ -107,13 +107,12 @@ struct Flight {
     late: Option<Late>,
 }
 
-/// See [`Ring::watch`].
+/// A descriptor to wait on: see [`Ring::watch`].
 #[derive(Debug)]
 pub struct RingWatch(OwnedFd);
 
 impl RingWatch {
-    /// Wait until a transfer is over, and for `timeout` at most. If several threads wait, the ring may have nothing for
-    /// this one any more.
+    /// Wait until a transfer is over, for `timeout` at most. If several threads wait, another one may take the result.
     pub fn wait(&self, timeout: Duration) {
         let time = timeout.try_into().ok();
         // An error, such as an interruption, ends the wait.
@@ -121,7 +120,7 @@ impl RingWatch {
     }
 }
 
-/// A ring.
+/// An io_uring with its transfers.
 pub struct Ring {
     uring: IoUring,
     flights: Vec<Option<Flight>>,
@@ -140,8 +139,7 @@ impl Ring {
     /// # Errors
     /// The kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
     pub fn new(transfers: u32) -> io::Result<Self> {
-        // The kernel handles completions only while this thread waits for them (since Linux 6.1); older kernels do at
-        // any time.
+        // From Linux 6.1 on, the kernel handles completions only while this thread waits for them, else at any time.
         let uring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -153,18 +151,18 @@ impl Ring {
     /// A ring for up to `transfers` transfers at once, 32 at most, for any thread, and several after each other. The
     /// kernel posts the end of a transfer in the thread that submitted it, when that waits or leaves the kernel.
     pub fn for_any_thread(transfers: usize) -> io::Result<Self> {
-        // From the entries of its first ring the kernel concludes how many threads may do what a thread's rings cannot
-        // do at once. They fit in the pages of one entry.
+        // The kernel limits the worker threads of a thread's rings by the entries of its first ring. 32 entries fit in
+        // the pages that one entry needs.
         Ok(Self { uring: IoUring::new(32)?, flights: (0..transfers).map(|_| None).collect() })
     }
 
-    /// Has input when a transfer is over. Only of a ring for any thread.
+    /// A descriptor that has input when a transfer is over. Only for a ring for any thread.
     pub fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open as long as the ring, which is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
     }
 
-    /// To wait with while another thread has the ring. Only of a ring for any thread.
+    /// A value to wait on while another thread has the ring. Only for a ring for any thread.
     pub fn watch(&self) -> io::Result<RingWatch> {
         self.fd().try_clone_to_owned().map(RingWatch)
     }
@@ -206,7 +204,7 @@ impl Ring {
         self.uring.submission().is_empty()
     }
 
-    /// Wait for a transfer. Returns it with the bytes that this start of it has done, or the error. Returns `None` if
+    /// Wait for a transfer. Returns it with the number of bytes moved since its start, or the error. Returns `None` if
     /// it is not over within `timeout`: then `abandon` it, or wait again.
     pub fn wait(&mut self, ticket: &Ticket, timeout: Duration) -> Option<(Transfer, io::Result<usize>)> {
         self.wait_until_over(ticket, timeout);
@@ -224,8 +222,7 @@ impl Ring {
             let left = deadline.saturating_duration_since(Instant::now());
             let time = Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let args = SubmitArgs::new().timespec(&time);
-            // These errors are not the transfer's: timeout, a signal, no memory to submit now. The deadline bounds them
-            // all.
+            // These errors are not the transfer's: timeout, signal, no memory to submit now. The deadline bounds them.
             if self.uring.submitter().submit_with_args(1, &args).is_err() && left.is_zero() {
                 return self.reap();
             }
@@ -251,7 +248,7 @@ impl Ring {
         }
     }
 
-    /// Are writes that were abandoned not known to be over?
+    /// Are there abandoned writes whose end is not known yet?
     pub fn has_late_writes(&self) -> bool {
         let is_late = |flight: &Flight| flight.late.is_some() && flight.transfer.direction == Direction::Write;
         self.flights.iter().flatten().any(is_late)
@@ -260,8 +257,8 @@ impl Ring {
     /// Take the results of transfers that are over, and release those that were abandoned.
     pub fn reap(&mut self) {
         if self.flights.iter().flatten().any(|flight| flight.late.is_some()) {
-            // The kernel notes completions only in a call that asks for them, and nobody waits for these. Without this
-            // a ring that is full of them would stay so.
+            // The kernel notes completions only in a call that asks for them, and nobody waits for abandoned transfers.
+            // Without this call a ring that is full of them would stay full.
             let _ = self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&Timespec::new()));
         }
         for completion in self.uring.completion() {
@@ -269,7 +266,7 @@ impl Ring {
             flight.result = Some(completion.result());
         }
         let mut late = Vec::new();
-        // The end of some was seen before they were abandoned.
+        // The end of some transfers was seen before they were abandoned.
         let is_for_nobody = |flight: &mut Flight| flight.late.is_some() && flight.result.is_some();
         for over in self.flights.iter_mut().filter_map(|slot| slot.take_if(is_for_nobody)) {
             drop(ManuallyDrop::into_inner(over.transfer));
@@ -287,7 +284,7 @@ impl Drop for Ring {
         for flight in self.flights.drain(..).flatten() {
             let Transfer { file, buffer, .. } = ManuallyDrop::into_inner(flight.transfer);
             if flight.result.is_none() {
-                // The kernel has the file open by itself. What was never submitted never will be.
+                // The kernel holds its own reference to the file. A transfer that was never submitted never will be.
                 std::mem::forget(buffer);
             }
             drop(file);

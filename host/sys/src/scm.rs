@@ -28,7 +28,6 @@ pub struct Received {
 }
 
 impl Received {
-    /// The peer has closed.
     fn is_end(&self) -> bool {
         self.bytes.is_empty() && self.fds.is_empty()
     }
@@ -78,7 +77,7 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     whole(receive_any(socket, RecvFlags::empty())?)
 }
 
-/// The same, or fail with `WouldBlock` at once if there is no message.
+/// As [`receive`], but fails with `WouldBlock` at once if there is no message.
 pub fn try_receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     whole(receive_any(socket, RecvFlags::DONTWAIT)?)
 }
@@ -94,8 +93,8 @@ fn whole((received, flags): (Received, ReturnFlags)) -> io::Result<Option<Receiv
     Ok(Some(received).filter(|received| !received.is_end()))
 }
 
-/// The same as [`receive`] for a reader that must know of a message even if its own table of descriptors is full.
-/// Returns whether all descriptors came; if not, the message has none.
+/// As [`receive`], for a reader that must know of a message even if its own table of descriptors is full. Returns
+/// whether all descriptors came; if not, the message has none.
 ///
 /// # Errors
 /// A message longer than [`MAX_MESSAGE`] is an error and is dropped whole.
@@ -180,7 +179,7 @@ mod tests {
         assert_eq!(receive(&b).expect_err("too many descriptors").kind(), io::ErrorKind::InvalidData);
         assert_eq!(try_receive(&b).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
         drop((a, first));
-        // This one waits: a program that another test starts has a copy of `a` for a moment.
+        // This receive waits, because a program that another test starts has a copy of `a` for a moment.
         assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
     }
 }

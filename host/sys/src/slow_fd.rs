@@ -2,12 +2,12 @@
 //!
 //! Before: this process has a descriptor that may be the last one of a large RAM file (its close takes seconds), of a
 //! userfaultfd (it waits for the memory map of a VMM, which may hang) or of a file on a disk that hangs. After: it is
-//! closed, or only a thread of its own waits for that.
+//! closed, or a separate thread waits for its close.
 //! Threads: one for each close. Promise: dropping a [`SlowFd`] does not wait, as long as the host has a thread left.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Such a descriptor.
+/// A descriptor whose close may take long.
 #[derive(Debug)]
 pub struct SlowFd(Option<OwnedFd>);
 
@@ -26,7 +26,7 @@ impl AsFd for SlowFd {
 impl Drop for SlowFd {
     fn drop(&mut self) {
         let fd = self.0.take();
-        // Without a thread it is closed here.
+        // If no thread can be started, this closes it here.
         let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(fd));
     }
 }

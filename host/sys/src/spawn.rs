@@ -27,7 +27,6 @@ impl Child {
             Command::new(file).arg0(name.as_os_str()).args(args).stdin(stdin.try_clone_to_owned()?).spawn()?;
         let pid = Pid::from_child(&child);
         if let Some(nice) = getpriority_process(None).ok().filter(|nice| *nice < 0) {
-            // It may have ended.
             let _ = setpriority_process(Some(pid), nice);
         }
         match pidfd_open(pid, PidfdFlags::empty()) {
@@ -84,7 +83,7 @@ mod tests {
     fn a_program_has_its_standard_descriptors_and_no_other() {
         let (ours, theirs) = scm::pair().expect("a pair");
         let open = std::fs::File::open("/dev/null").expect("open");
-        // A number that nothing the program does takes.
+        // A number that the program does not take for a descriptor of its own.
         let open = rustix::io::fcntl_dupfd_cloexec(&open, 500).expect("dup");
         let child = start("/bin/sh", &["-c", "exec >&0; ls /proc/self/fd | tr '\\n' ' '"], &theirs).expect("started");
         let said = scm::receive(&ours).expect("received").expect("open");
@@ -101,7 +100,7 @@ mod tests {
             crate::priority::run_first();
             let nice = getpriority_process(None).expect("nice");
             let (ours, theirs) = scm::pair().expect("a pair");
-            // It is set right after the exec.
+            // The nice value is set right after the exec.
             let script = format!("until test $(nice) = {nice}; do :; done; echo so >&0");
             let child = start("/bin/sh", &["-c", &script], &theirs).expect("started");
             let said = scm::receive(&ours).expect("received").expect("open");

@@ -63,7 +63,7 @@ pub struct Fault {
 pub struct Uffd(File);
 
 impl Uffd {
-    /// Create one over the calling process and enable `features`. Returns the descriptor and the features granted.
+    /// Create a userfaultfd over the calling process with `features`. Returns the descriptor and the features granted.
     ///
     /// Tries `/dev/userfaultfd` first (access by file permission, Linux 6.1), then the system call, which needs
     /// `CAP_SYS_PTRACE` or the `vm.unprivileged_userfaultfd` setting to serve faults raised inside the kernel.
@@ -84,8 +84,8 @@ impl Uffd {
         })
     }
 
-    /// The same with an open device, from a process that may open it. Permission is checked at its open; the address
-    /// space is that of the process that makes the userfaultfd.
+    /// As [`Self::create`], with an open device, from a process that may open it. The kernel checks permission when the
+    /// device is opened; the address space is that of the process that makes the userfaultfd.
     pub fn create_by(device: BorrowedFd<'_>, features: u64) -> io::Result<(Self, u64)> {
         Self::enabled(features, || Self::of_device(device))
     }
@@ -107,9 +107,9 @@ impl Uffd {
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
-    /// A new one with these features, of those that the kernel offers.
+    /// A new userfaultfd with those of these features that the kernel offers.
     fn enabled(features: u64, open: impl Fn() -> io::Result<Self>) -> io::Result<(Self, u64)> {
-        // The first API call on a descriptor is final, so the features are queried on a descriptor of its own.
+        // The first API call on a descriptor is final, so the features are queried on another descriptor.
         let probe = open()?;
         let mut arg = ApiArg { api: UFFD_API, features: 0, ioctls: 0 };
         probe.ioctl(UFFDIO_API, &mut arg)?;
@@ -162,8 +162,7 @@ impl Uffd {
     }
 
     /// Put several base pages into the file at this hole and map them; wake the waiters. Returns how many were put,
-    /// from the first on, and the outcome of the one after them: `Retry` means to continue there, `Done` that there is
-    /// none.
+    /// from the first on, and the next one's outcome: `Retry` means to continue there, `Done` that there is none.
     pub fn copy_pages(&self, dst: Hva, pages: &[[u8; PAGE_SIZE]]) -> io::Result<(usize, FillOutcome)> {
         let len = size_of_val(pages) as u64;
         let mut arg = CopyArg { dst: dst.0, src: pages.as_ptr() as u64, len, mode: 0, copied: 0 };
@@ -176,10 +175,10 @@ impl Uffd {
         if put > 0 { Ok((put, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.copied)?)) }
     }
 
-    /// The same with a huge page of zeros.
+    /// Put a huge page of zeros into the file at this hole and map it; wake the waiters.
     pub fn zero_huge_page(&self, dst: Hva) -> io::Result<FillOutcome> {
-        /// The kernel has no zero page for hugetlbfs. Never written, so it occupies no memory; atomics, because a
-        /// constant would be 2 MiB of the program's file.
+        /// The kernel has no zero page for hugetlbfs. This static is never written, so it occupies no memory. It
+        /// consists of atomics, because a constant would be 2 MiB of the program's file.
         static ZEROS: [AtomicU64; HUGE_SIZE / 8] = [const { AtomicU64::new(0) }; HUGE_SIZE / 8];
         let mut arg = CopyArg { dst: dst.0, src: ZEROS.as_ptr() as u64, len: HUGE_SIZE as u64, mode: 0, copied: 0 };
         let answer = self.ioctl(UFFDIO_COPY, &mut arg);
@@ -191,7 +190,7 @@ impl Uffd {
         self.fill(UFFDIO_ZEROPAGE, dst, PAGE_SIZE as u64)
     }
 
-    /// The same with a run of pages, until one is there already. Returns how many were filled, from the first on.
+    /// Put pages of zeros at this hole, until a page is there already. Returns how many were filled, from the first on.
     pub fn zero_pages(&self, dst: Hva, pages: u64) -> io::Result<u64> {
         let len = pages * PAGE_SIZE as u64;
         let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
@@ -233,8 +232,7 @@ impl Uffd {
         outcome(answer, arg.done)
     }
 
-    /// Read the faults that are waiting, at most [`READ_AT_ONCE`] of them, into `out` (cleared first). An empty result
-    /// means none waits.
+    /// Read the faults that are waiting, at most [`READ_AT_ONCE`], into `out`, which is empty if none waits.
     pub fn read_faults(&self, out: &mut Vec<Fault>) -> io::Result<()> {
         out.clear();
         let empty = RawMessage {
@@ -322,8 +320,7 @@ fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
         // The host, or the charged memory cgroup, is short of memory for a moment. Reclaim ends that.
         Some(libc::ENOMEM | libc::EINTR) => Ok(FillOutcome::Retry),
         Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
-        // `UFFDIO_CONTINUE` returns this for a page in the file that the kernel marked as poisoned, or could not swap
-        // in.
+        // `UFFDIO_CONTINUE` returns this for a page in the file that is marked as poisoned, or cannot be swapped in.
         Some(libc::EIO) => Ok(FillOutcome::Failed),
         _ => Err(error),
     }

@@ -36,9 +36,9 @@ pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
     failed
 }
 
-/// As many of these ranges as one call takes; one at least, if there is one.
+/// The first of these ranges, as many as one call takes: at least one, if there is one.
 fn first(ranges: &[(usize, usize)]) -> &[(usize, usize)] {
-    /// The kernel cuts the ranges of a call off at 2 GiB less a page in all. This is less, and a multiple of any page.
+    /// The kernel cuts off the ranges of a call at 2 GiB less a page in all. This is a multiple of any page size.
     const MOST_BYTES: usize = 1 << 30;
     const MOST: usize = libc::UIO_MAXIOV as usize;
     let mut bytes = 0usize;
@@ -50,12 +50,12 @@ fn first(ranges: &[(usize, usize)]) -> &[(usize, usize)] {
     &ranges[..count.max(1).min(ranges.len())]
 }
 
-/// Zap all in one call. Returns false if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
+/// Zap all ranges in one call. Returns false if the kernel refuses (before Linux 6.13), or did not zap all.
 ///
 /// # Safety
 /// As [`zap`].
 unsafe fn together(ranges: &[(usize, usize)]) -> bool {
-    // It is opened each time: in a child of fork, a kept one would be that of the parent.
+    // The pidfd is opened each time: in a child of fork, a kept one would be that of the parent.
     let Ok(this) = pidfd_open(getpid(), PidfdFlags::empty()) else { return false };
     let vectors: Vec<libc::iovec> =
         ranges.iter().map(|&(start, len)| libc::iovec { iov_base: start as *mut _, iov_len: len }).collect();
@@ -116,7 +116,6 @@ mod tests {
             mapped.into_iter().map(|(from, to)| (to.0 - from.0) / PAGE_SIZE as u64).sum::<u64>()
         };
         assert_eq!(is_mapped(), 3);
-        // The second is not aligned.
         let ranges = [(start, PAGE_SIZE), (start + 1, PAGE_SIZE), (start + 2 * PAGE_SIZE, PAGE_SIZE)];
         // SAFETY: all are inside `map`, which is a shared mapping of a file.
         let failed = unsafe { zap(&ranges) };

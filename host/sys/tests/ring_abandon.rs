@@ -1,4 +1,4 @@
-//! Transfers that nobody waits for any more, though their end was seen.
+//! Abandoned transfers whose end was seen before.
 //!
 //! Before: two writes to a file of the kernel are begun. After: both are over. Threads: the test's. Units: bytes.
 

@@ -11,8 +11,7 @@ use ballast_testkit::skip;
 
 const PAGES: usize = 64;
 const LEN: u64 = (PAGES * PAGE_SIZE) as u64;
-/// Duration of the test. The race window is some hundred nanoseconds, or as long as the unregistering thread is
-/// preempted.
+/// Duration of the test. The race window is some hundred nanoseconds, or longer if the thread is preempted.
 const SPAN: Duration = Duration::from_secs(5);
 
 #[test]
@@ -41,7 +40,7 @@ fn a_thread_that_touches_memory_while_it_is_unregistered_goes_on() {
         let round = || {
             uffd.register(start, LEN).expect("register");
             map.zap(0, map.len()).expect("zap");
-            // In two steps: the kernel takes longer if it has to split a mapping.
+            // In two steps: the race window is longer if the kernel has to split a mapping.
             uffd.unregister(start, LEN / 2).expect("unregister");
             uffd.unregister(start + LEN / 2, LEN / 2).expect("unregister");
             let (before, since) = (counts(), Instant::now());

@@ -1,9 +1,8 @@
-//! What it takes to manage VMs that were started without Ballast: pages that leave, pages that come back, counts of
-//! pages, and the daemon's time.
+//! The cost of managing VMs that were started without Ballast: pages out and back, counts of pages, the daemon's time.
 //!
-//! Before: processes under the name of a VMM have private memory with known contents. After: rows.
-//! Threads: the bench's one; VMMs are processes. Units: in the keys. Promise: every word is compared in the end. At
-//! most 128 of the touches that are timed in a round are of pages in memory.
+//! Before: processes under the name of a VMM have private memory with known contents. After: rows. Threads: the bench's
+//! one; VMMs are processes. Units: in the keys. Promise: every word is compared in the end. At most 128 of the timed
+//! touches of a round are of pages in memory.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,13 +22,11 @@ use crate::rig::Bench;
 use crate::stats::{percentile, random, shuffle};
 use crate::worker::Worker;
 
-/// VMs that are idle, and what each may have.
 const IDLE: u64 = 200;
 const IDLE_RAM: u64 = 32 * MIB;
 const IDLE_LIMIT: u64 = 16 * MIB;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A VMM's memory.
 pub(crate) struct Plain {
     ram: Ram,
     pages: usize,
@@ -79,7 +76,7 @@ impl Plain {
         Touched::of(&mut times, begun.elapsed(), 0)
     }
 
-    /// Read random pages for this long, nine of ten from the first half.
+    /// Read random pages for this long, nine in ten of them in the first half.
     fn slice(&self, ms: u64) -> Answer {
         let (begun, mut state, mut ops) = (Instant::now(), 1, 0);
         while begun.elapsed() < Duration::from_millis(ms) {
@@ -106,7 +103,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     idle(bench, &vmm, each)
 }
 
-/// This program under the name of a VMM, by which the daemon knows one.
+/// A copy of this program under the name of a VMM: the daemon knows a VMM by its name.
 pub(crate) fn vmm(bench: &Bench) -> Result<PathBuf> {
     let vmm = bench.daemon.dir().join("firecracker");
     if !vmm.exists() {
@@ -123,7 +120,7 @@ fn adopted(worker: &Worker) -> Result<Adopted> {
     Ok(Adopted::new(look(worker.pid())?)?)
 }
 
-/// Pages out, and back.
+/// Measures pages that go out and come back.
 fn pages(bench: &Bench, vmm: &Path, ram: u64, rounds: u64, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     const STEP: u64 = 8 * MIB;
     // The pages that a CPU faulted in last wait in a list of that CPU, from which no other CPU can page them out.
@@ -143,7 +140,6 @@ fn pages(bench: &Bench, vmm: &Path, ram: u64, rounds: u64, each: &mut dyn FnMut(
         let Answer::Touched(touched) = worker.ask(&Order::Touch { seed: round + 1, pace: Pace::ALL })? else {
             bail!("a VMM touched nothing");
         };
-        // Round 0 warms up.
         if round > 0 {
             let pages = Bytes(ram).pages_floor().0 as f64;
             out.push(pages / took.as_secs_f64());
@@ -161,7 +157,7 @@ fn pages(bench: &Bench, vmm: &Path, ram: u64, rounds: u64, each: &mut dyn FnMut(
     each(row)
 }
 
-/// Counts of pages, of memory of which one page in 2 MiB is touched.
+/// Measures counts of pages, of memory in which one page in 2 MiB is touched.
 fn scans(bench: &Bench, vmm: &Path, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let sizes: &[u64] = if bench.options.quick { &[1] } else { &[1, 16, 64] };
     for gib in sizes {
@@ -190,7 +186,7 @@ pub(crate) fn adopt(bench: &Bench, pid: u32) -> Result<String> {
     result.adopted.into_iter().next().map(|vm| vm.name).context("it was not adopted")
 }
 
-/// A VM that reads more than its limit, as fast as it can.
+/// Measures a VM that reads more than its limit, as fast as it can.
 fn over_limit(bench: &Bench, vmm: &Path, ram: u64, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let mut row = bench.row("a VM that wants more than its limit");
     let mut worker = start(vmm, ram)?;
@@ -221,7 +217,7 @@ fn over_limit(bench: &Bench, vmm: &Path, ram: u64, each: &mut dyn FnMut(Row) -> 
     each(row)
 }
 
-/// Many VMs that do nothing, below their limits.
+/// Measures many VMs that do nothing, below their limits.
 fn idle(bench: &Bench, vmm: &Path, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let mut row = bench.row("idle VMs");
     let count = if bench.options.quick { 20 } else { IDLE };

@@ -1,11 +1,10 @@
-//! Reclaim in a real guest: by its agent's reports or by the host alone (`choice`), with the guest's kernel tuned
-//! and not.
+//! Reclaim in a real guest, by its agent's reports or by the host alone (`choice`), with its kernel tuned or not.
 //!
 //! Before: `scripts/agent-image.sh` has made the guest: Debian's unmodified kernel, the agent, and the programs in
 //! `scripts/guest/`. After: a row for each workload, and for kernel services.
-//! Threads: the bench's one. Units: in every key. Promise: sides are measured by turns, each in a guest of its own that
-//! differs in that alone; every guest compares all its bytes at the end. Where the guest is emulated, the row says so:
-//! then counts can be compared, and times cannot.
+//! Threads: the bench's one. Units: in every key. Promise: the sides take turns, each in a guest of its own that
+//! differs in nothing else; every guest compares all its bytes at the end. Where the guest is emulated, the row says
+//! so: then counts can be compared, and times cannot.
 
 use anyhow::{Result, bail, ensure};
 use ballast_testvm::qemu::{Accel, Image, qemu_missing};
@@ -33,7 +32,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// Measures two sides by turns.
 fn by_turns(
     bench: &mut Bench,
     each: &mut dyn FnMut(Row) -> Result<()>,
@@ -61,7 +59,7 @@ fn by_turns(
     each(row)
 }
 
-/// khugepaged makes huge pages of memory that is far but for one page in each.
+/// khugepaged makes huge pages of memory that is far, except for one page in each of them.
 fn serviced(bench: &mut Bench, side: &str) -> Result<Vec<(String, f64)>> {
     let is_tuned = side == "tuned";
     let mut vm = Booted::new(bench, if is_tuned { "services-load" } else { "services-load untuned" })?;

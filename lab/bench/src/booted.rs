@@ -1,7 +1,7 @@
 //! A real guest with an agent, under `ballast run --agent`.
 //!
-//! Before: `scripts/agent-image.sh` has made the image. After: a command runs in the guest; the caller talks to it by
-//! its console, and to the host by the API. Threads: the bench's one. Units: bytes.
+//! Before: `scripts/agent-image.sh` has made the image. After: a command runs in the guest; the caller talks to it
+//! through its console, and to the host through the API. Threads: the bench's one. Units: bytes.
 //! Promise: the guest ends with this process.
 
 use std::time::Duration;
@@ -16,12 +16,10 @@ use crate::order::Role;
 use crate::rig::Bench;
 use crate::worker::ROLE_COMMAND;
 
-/// Memory of a guest.
 pub(crate) const MEMORY: Bytes = Bytes(320 * MIB);
 /// Time in which agent and host learn what is hot, and time under the limit in which restores are counted.
 pub(crate) const SETTLES: Duration = Duration::from_secs(60);
 pub(crate) const COUNTED: Duration = Duration::from_secs(45);
-/// Memory that the limit takes.
 pub(crate) const TAKEN: u64 = 80 * MIB;
 
 pub(crate) fn mib(bytes: u64) -> f64 {
@@ -32,7 +30,7 @@ pub(crate) fn percent(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
 }
 
-/// Pages that were restored, on touch or ahead of one.
+/// Pages that were restored at a touch, or prefetched.
 pub(crate) fn restored(stat: &VmStat) -> u64 {
     stat.faults.restored_pages + stat.reclaim.prefetched_pages
 }
@@ -40,14 +38,13 @@ pub(crate) fn restored(stat: &VmStat) -> u64 {
 /// Longest time of a step of an emulated guest on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
-/// The words before those of a QEMU that ends with this process, and after `more`.
+/// The command line before that of QEMU, so that QEMU ends with this process; `more` follows.
 pub(crate) fn words_before(more: Vec<String>) -> Result<Vec<String>> {
     let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
     let role = serde_json::to_string(&Role::Become)?;
     Ok([vec![own, ROLE_COMMAND.to_owned(), role, "--".to_owned()], more].concat())
 }
 
-/// A guest, and the name of its VM.
 pub(crate) struct Booted {
     pub(crate) guest: QemuGuest,
     pub(crate) name: String,
@@ -65,7 +62,6 @@ impl Booted {
         Ok(Self { guest, name })
     }
 
-    /// Waits until the guest says this.
     pub(crate) fn expect(&mut self, what: &str) -> Result<()> {
         let said = self.guest.answer(TIMEOUT)?;
         ensure!(said == what, "the guest says {said:?} and not {what:?}: {}", self.guest.serial_log());
@@ -76,7 +72,7 @@ impl Booted {
         Ok(bench.daemon.api().vm(&self.name)?)
     }
 
-    /// Takes this much of what is resident, and waits until it has gone.
+    /// Takes this much of the guest's resident memory, and waits until it is gone.
     pub(crate) fn squeeze(&self, bench: &Bench, taken: u64) -> Result<()> {
         let limit = self.stat(bench)?.resident_bytes.saturating_sub(taken);
         bench.daemon.api().set_limit(&self.name, Some(limit))?;
@@ -85,7 +81,6 @@ impl Booted {
         })
     }
 
-    /// Lets the guest compare its bytes and end.
     pub(crate) fn end(mut self, bench: &Bench) -> Result<()> {
         bench.daemon.api().set_limit(&self.name, None)?;
         self.guest.tell("compare")?;

@@ -1,8 +1,8 @@
 //! A memory cgroup of the bench's own, version 1 or 2.
 //!
 //! Before: this is root, and a memory controller is mounted. After: the cgroup is removed; its processes have ended.
-//! Threads: one. Promise: no other cgroup is changed, except that version 2's root passes the memory controller down if
-//! it does not yet, which is put back.
+//! Threads: one. Promise: no other cgroup is changed, except that the root of version 2 enables the memory controller
+//! for its children if it does not yet, which is undone.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,22 +12,19 @@ use anyhow::{Context, Result, bail};
 
 use crate::setting::warn;
 
-/// Longest time until the processes in it have ended.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time until the kernel has brought the memory below a new limit.
+/// Longest time in which the kernel must bring the memory below a new limit.
 const LIMIT: Duration = Duration::from_secs(60);
-/// A limit in bytes that no bench reaches.
 pub(crate) const UNLIMITED: u64 = 1 << 50;
 
-/// A cgroup; removed when dropped.
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
-    /// The file by which the memory controller was handed down for us.
+    /// The file in which the memory controller was enabled for us.
     handed_down: Option<PathBuf>,
 }
 
-/// The directory for memory cgroups, and the file in each that limits it.
+/// The directory of memory cgroups, and the name of the file that limits a cgroup.
 fn root() -> Result<(PathBuf, &'static str)> {
     let mounts = fs::read_to_string("/proc/mounts").context("Reading /proc/mounts")?;
     root_in(&mounts, |path| {
@@ -63,7 +60,7 @@ impl Cgroup {
             }
         }
         let path = root.join(name);
-        // The value is made first, so that its drop takes the controller back if this fails.
+        // The value exists first, so that its drop disables the controller again if this fails.
         let cgroup = Self { path, handed_down };
         fs::create_dir(&cgroup.path).with_context(|| format!("Making the cgroup {}", cgroup.path.display()))?;
         Ok(cgroup)
@@ -74,7 +71,7 @@ impl Cgroup {
     }
 }
 
-/// Cap the memory of a cgroup made by [`Cgroup::new`]. Version 1 is asked again while it gives up.
+/// Limits the memory of a cgroup made by [`Cgroup::new`]. Version 1 is asked again when it gives up.
 pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     let (_, file) = root()?;
     let (file, start) = (cgroup.join(file), Instant::now());
@@ -86,13 +83,11 @@ pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     }
 }
 
-/// Move a process into a cgroup made by [`Cgroup::new`].
 pub fn enter(cgroup: &Path, pid: u32) -> Result<()> {
     fs::write(cgroup.join("cgroup.procs"), pid.to_string())
         .with_context(|| format!("Moving {pid} to {}", cgroup.display()))
 }
 
-/// Memory charged to a cgroup made by [`Cgroup::new`].
 pub fn usage(cgroup: &Path) -> Result<u64> {
     let (_, file) = root()?;
     let file = cgroup.join(if file == "memory.max" { "memory.current" } else { "memory.usage_in_bytes" });
@@ -100,8 +95,7 @@ pub fn usage(cgroup: &Path) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{} says {text:?}", file.display()))
 }
 
-/// Have the kernel reclaim as much of a cgroup as it can. Its error is ignored: it returns one unless it could reclaim
-/// all, which never happens.
+/// Lets the kernel reclaim as much of a cgroup as it can. Ignores its error, which says only that some memory stayed.
 pub fn empty(cgroup: &Path) {
     // Version 2 has `memory.reclaim`, version 1 has `memory.force_empty`.
     let all = (1u64 << 40).to_string();
@@ -114,7 +108,7 @@ impl Drop for Cgroup {
         let start = Instant::now();
         let removed = loop {
             match fs::remove_dir(&self.path) {
-                // Its processes are ending; there is no event to wait for.
+                // The processes of the cgroup are ending; there is no event to wait for.
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < REMOVAL_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }

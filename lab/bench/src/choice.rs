@@ -1,4 +1,4 @@
-//! Which pages of a real guest are taken: by its agent's reports, or by the host's own tracking.
+//! The pages that are taken from a real guest: by its agent's reports, or by the host's own tracking.
 //!
 //! Before: the guest's image is there (`agent`). After: for one program and one side, the share of evicted pages that
 //! were restored within 10 s, and how much memory can be taken while few pages are restored.
@@ -15,17 +15,16 @@ use crate::options::Part;
 use crate::rig::Bench;
 use crate::stats::mean;
 
-/// The key of the memory that can be taken.
 pub(crate) const RECLAIMED: &str = "reclaimed_mib";
 /// Data of a program of `tier-guest`.
 const DATA: u64 = 128 * MIB;
-/// Most restored pages a second while memory is taken: a twentieth of the pages that a program here goes through. If a
-/// far page costs a program as long as its work on a page, that is 5 % of its time. Stall is no measure: a pass takes a
-/// minute, as in a large guest, so hardly any of the time is stall even if every page is far.
+/// Most restored pages a second while memory is taken: a twentieth of the pages that a program here passes through. If
+/// a far page costs a program as much time as its own work on a page, that is 5 % of its time. Stall time is not a
+/// measure: a pass takes a minute, as in a large guest, so even with every page far hardly any of the time is a stall.
 const RESTORED: f64 = (DATA / PAGE_SIZE as u64) as f64 / 64.0 / 20.0;
-/// Time without a limit before that, more than a pass.
+/// Time without a limit before the limit falls: more than a pass.
 const RETURN: Duration = Duration::from_secs(70);
-/// How often the limit changes. The second half of these times counts.
+/// Time between two changes of the limit. The second half of these steps counts.
 const STEP: Duration = Duration::from_secs(5);
 const STEPS: u32 = 28;
 
@@ -34,21 +33,20 @@ const STEPS: u32 = 28;
 pub(crate) struct Load {
     pub(crate) part: Part,
     pub(crate) name: &'static str,
-    /// Time in which agent and host learn what is hot: of a program that is paced, some of its passes.
+    /// Time in which agent and host learn what is hot: for a paced program, some of its passes.
     settles: Duration,
-    /// It says how long its requests took.
+    /// The program reports how long its requests took.
     has_requests: bool,
 }
 
-/// memcached, a tenth of whose keys has nine tenths of the accesses; k-means, a minute for each pass; GCC's compiler,
-/// one file again and again.
+/// memcached, in which a tenth of the keys has nine tenths of the accesses; k-means, with a minute for each pass; GCC's
+/// compiler, which compiles one file again and again.
 pub(crate) const LOADS: [Load; 3] = [
     Load { part: Part::Memcached, name: "memcached", settles: SETTLES, has_requests: true },
     Load { part: Part::Kmeans, name: "kmeans", settles: SETTLES.saturating_mul(3), has_requests: false },
     Load { part: Part::Compiler, name: "compiler", settles: SETTLES.saturating_mul(3), has_requests: false },
 ];
 
-/// Measures one side in a guest of its own.
 pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Vec<(String, f64)>> {
     let alone = if side == "agent" { "" } else { " alone" };
     let mut vm = Booted::new(bench, &format!("program-load {} {}{alone}", load.name, DATA / MIB))?;
@@ -62,7 +60,7 @@ pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Vec<(
     Ok(figures)
 }
 
-/// The limit takes memory at once; how much of that is back soon?
+/// The limit takes memory at once. Measures how much of it is back soon.
 fn wrong_choices(bench: &Bench, vm: &Booted, side: &str) -> Result<Vec<(String, f64)>> {
     let tracked = |bench: &Bench| bench.daemon.api().heat(&vm.name, 1);
     let (before, heat) = (vm.stat(bench)?, tracked(bench)?);
@@ -98,7 +96,7 @@ fn wrong_choices(bench: &Bench, vm: &Booted, side: &str) -> Result<Vec<(String, 
     Ok(figures)
 }
 
-/// The limit falls step by step while few pages are restored, and rises when there are more.
+/// The limit falls step by step while few pages are restored, and rises when more are restored.
 fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(String, f64)>> {
     bench.daemon.api().set_limit(&vm.name, None)?;
     std::thread::sleep(RETURN / 2);
@@ -107,7 +105,7 @@ fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(S
     let without = requests(vm, load)?;
     let first = vm.stat(bench)?;
     let mut limit = first.resident_bytes;
-    // The state at the end of each step, and when that was.
+    // The state at the end of each step, and its time.
     let mut steps = vec![(first, Instant::now())];
     for step in 0..STEPS {
         if step == STEPS / 2 {
@@ -120,7 +118,7 @@ fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(S
         limit = match rate {
             low if low < RESTORED / 2.0 => limit.min(now.resident_bytes) / 16 * 15,
             below if below < RESTORED => limit / 64 * 63,
-            // What comes back below the limit is of an earlier step.
+            // Pages that come back below the limit were taken by an earlier step.
             _ if now.resident_bytes < limit => limit,
             _ => now.resident_bytes / 16 * 17,
         };
@@ -156,7 +154,7 @@ fn most(bench: &Bench, vm: &mut Booted, load: Load, side: &str) -> Result<Vec<(S
     Ok(figures)
 }
 
-/// How long the requests took that a program of the guest has served since it was last asked: three percentiles in us.
+/// Times of the requests that a program in the guest has served since the last query: three percentiles in us.
 fn requests(vm: &mut Booted, load: Load) -> Result<Option<[f64; 3]>> {
     if !load.has_requests {
         return Ok(None);

@@ -1,30 +1,28 @@
 //! CPU time of threads and processes, from `/proc`; and the CPU on which a thread runs.
 //!
-//! Units: microseconds. Promise: time spent waiting for a CPU or for anything else does not count.
+//! Units: microseconds. Promise: time in which a thread waits does not count.
 
 use std::fs;
 
 use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-/// CPU time of the calling thread.
 pub(crate) fn of_thread() -> Result<f64> {
     let text = fs::read_to_string("/proc/thread-self/schedstat").context("Reading /proc/thread-self/schedstat")?;
     run_us(&text).with_context(|| format!("/proc/thread-self/schedstat says {text:?}"))
 }
 
-/// CPU time of all threads of this process that are alive.
 pub(crate) fn of_process() -> Result<f64> {
     of_threads(std::process::id(), |_| true)
 }
 
-/// CPU time of the threads of a process whose name is wanted.
+/// CPU time of the threads of a process whose names are wanted.
 pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64> {
     let tasks = format!("/proc/{pid}/task");
     let mut sum = 0.0;
     for task in fs::read_dir(&tasks).with_context(|| format!("Reading {tasks}"))? {
         let task = task.with_context(|| format!("Reading {tasks}"))?.path();
-        // A thread may end between the listing and the reading; then its share is lost.
+        // A thread may end between the listing and the reading; then its time is lost.
         let Ok(name) = fs::read_to_string(task.join("comm")) else { continue };
         let Ok(text) = fs::read_to_string(task.join("schedstat")) else { continue };
         if wanted(name.trim_end()) {
@@ -34,13 +32,12 @@ pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64>
     Ok(sum)
 }
 
-/// CPU time of all threads of a process, including ended ones.
+/// Includes ended threads.
 pub(crate) fn of_process_id(pid: u32) -> Result<f64> {
     let time = ballast_sys::clock::process_time(pid).with_context(|| format!("there is no process {pid}"))?;
     Ok(time.as_secs_f64() * 1e6)
 }
 
-/// CPU time of everything that runs on this machine.
 pub(crate) fn of_machine() -> Result<f64> {
     let text = fs::read_to_string("/proc/stat").context("Reading /proc/stat")?;
     busy_us(&text).context("/proc/stat does not begin with the time of all CPUs")
@@ -59,7 +56,7 @@ pub(crate) fn major_faults(pid: u32) -> Result<u64> {
     majflt(&text).with_context(|| format!("{path} says {text:?}"))
 }
 
-/// The twelfth word; the second is a name in parentheses, which may hold anything.
+/// The twelfth word. The second word is a name in parentheses, which may contain anything.
 fn majflt(stat: &str) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(9)?.parse().ok()
 }
@@ -69,7 +66,7 @@ fn run_us(schedstat: &str) -> Option<f64> {
     Some(schedstat.split_ascii_whitespace().next()?.parse::<u64>().ok()? as f64 / 1e3)
 }
 
-/// While this lives, the thread that made it stays on its CPU, and so do threads that it starts.
+/// While this value lives, the thread that made it stays on its CPU, and so do threads that it starts.
 #[derive(Debug)]
 pub(crate) struct Stay {
     before: Option<CpuSet>,
@@ -80,7 +77,7 @@ impl Stay {
         let before = sched_getaffinity(None).ok();
         let mut here = CpuSet::new();
         here.set(sched_getcpu());
-        // If it fails, the figures are those of a thread that moves: they are worse, and not wrong.
+        // If this fails, the thread moves: its figures are then worse, and not wrong.
         let _ = sched_setaffinity(None, &here);
         Self { before }
     }

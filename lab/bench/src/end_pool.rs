@@ -1,6 +1,6 @@
-//! The end of a pool of the bench's own: all its memory is the host's again, and nothing stays mounted.
+//! Ends the bench's own pool: all its memory returns to the host, and nothing stays mounted.
 //!
-//! Before: no daemon has it; one that was killed may have it for a moment. After: the directory can be removed.
+//! Before: no daemon uses the pool, or a killed daemon still does for a moment. After: the directory can be removed.
 //! Threads: the guard's. Promise: the number of huge pages changes by the pool's own, so that those of others stay.
 
 use std::ffi::CString;
@@ -13,18 +13,16 @@ use anyhow::{Context, Result, ensure};
 use ballast_base::Bytes;
 use ballast_pool::{Error, Host, Page, Reserve};
 
-/// How long a killed daemon and killed VMs may take to end.
 const ENDED_WITHIN: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Return the memory of the pool in this directory, if it is still there.
+/// Returns the memory of the pool in this directory, if there is one.
 pub(crate) fn end_pool(dir: &Path) -> Result<()> {
     let ends = parts(dir).map(|(dir, page)| end_part(&dir, page));
     ends.into_iter().collect::<Result<()>>()?;
     unmount(dir).context("Unmounting the pool's files")
 }
 
-/// The directories of the parts of the pool in this directory.
 fn parts(dir: &Path) -> [(PathBuf, Page); 2] {
     [(dir.join("gib"), Page::Gib), (dir.into(), Page::Huge)]
 }

@@ -24,15 +24,13 @@ use crate::rig::Bench;
 use crate::setting::Setting;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 
-/// Limit for the time until all pages of a guest are at their place.
+/// Longest time until all pages of a guest are at their place.
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
-/// Size of the kernel's swap.
 const SWAP: Bytes = Bytes(GIB);
 const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
-/// The place of a guest's far pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Ram,
@@ -61,7 +59,6 @@ impl Place {
         matches!(self, Self::Zram | Self::SwapFile)
     }
 
-    /// Returns the settings of its daemon, or `None` if the place is the kernel's.
     fn settings(self, valkey: &Valkey, dir: &Path) -> Option<String> {
         let remote = |node: &str| format!("[remote]\nnodes = [{node:?}]\nbudget = \"1G\"\nafter_s = 1\n");
         let file = |name: &str| valkey.dir().join(name);
@@ -109,7 +106,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
                     result => result?,
                 }
             }
-            // Round 0 warms up.
             if round == 0 {
                 figures = Figures::default();
             }
@@ -130,7 +126,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// Measure a place of the kernel, with a swap device that only this side uses.
+/// Measures a place of the kernel, with a swap device for this side alone.
 fn kernel(bench: &mut Bench, place: Place, of: (Data, u64), round: u64, figures: &mut Figures) -> Result<()> {
     let swap = match place {
         Place::Zram => Swap::only(&SWAP.0.to_string()),
@@ -165,7 +161,7 @@ fn measure(
     subject.verify()
 }
 
-/// Reclaim all pages, and wait until they are at their place.
+/// Reclaims all pages, and waits until they are at their place.
 fn go(bench: &mut Bench, guests: &mut [Subject], place: Place) -> Result<()> {
     let writing = vmstat("nr_writeback")?;
     out(bench, guests)?;
@@ -189,7 +185,6 @@ fn go(bench: &mut Bench, guests: &mut [Subject], place: Place) -> Result<()> {
     Ok(())
 }
 
-/// Returns the exact value of a page counter of the kernel.
 fn vmstat(name: &str) -> Result<u64> {
     // Without the refresh, the counts of single CPUs are missing.
     std::fs::write("/proc/sys/vm/stat_refresh", "1").context("Writing /proc/sys/vm/stat_refresh")?;

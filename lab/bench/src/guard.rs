@@ -1,8 +1,7 @@
-//! The guard: a process that changes settings of the machine for the bench and restores them, whatever happens to the
-//! bench.
+//! The guard: a process that changes machine settings for the bench and restores them, even if the bench is killed.
 //!
-//! Before: the bench starts it first. After: its input ends, because the bench is done or was killed in any way, and it
-//! undoes everything in reverse order.
+//! Before: the bench starts it first. After: its input ends, because the bench is done or was killed, and it undoes
+//! everything in reverse order.
 //! Threads: one. Promise: interrupt, termination and hang-up do not end it; it names a setting that it cannot restore
 //! on standard error.
 
@@ -20,7 +19,7 @@ use crate::order::{Answer, Order, Role};
 use crate::setting::warn;
 use crate::worker::Worker;
 
-/// A process to end, by a pidfd, which cannot refer to another process.
+/// A process to end. A pidfd cannot refer to another process.
 struct Process(OwnedFd);
 
 impl Process {
@@ -30,7 +29,7 @@ impl Process {
     }
 
     fn kill(&self) {
-        // An error means that it is gone.
+        // An error means that the process is gone.
         let _ = pidfd_send_signal(&self.0, Signal::KILL);
     }
 }
@@ -107,7 +106,6 @@ pub(crate) fn run() -> Result<()> {
     result
 }
 
-/// The bench's handle to the guard.
 #[derive(Debug)]
 pub struct Guard {
     worker: Worker,
@@ -115,12 +113,12 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Start it; drop it last.
+    /// Starts the guard. It must be dropped last.
     pub fn start() -> Result<Self> {
         Ok(Self { worker: Worker::start(&Role::Guard)?, cgroups: 0 })
     }
 
-    /// Make a memory cgroup, until the guard ends.
+    /// Makes a memory cgroup, which the guard removes at its end.
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
         let name = format!("ballast-bench-{}-{}", std::process::id(), self.cgroups);
@@ -130,27 +128,26 @@ impl Guard {
         }
     }
 
-    /// Add huge pages to the host's pool, until the guard ends.
+    /// Adds huge pages to the host's pool, until the guard ends.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
     }
 
-    /// Take away all huge pages that were added.
     pub fn no_huge_pages(&mut self) -> Result<()> {
         self.worker.ask(&Order::NoHugePages).map(drop)
     }
 
-    /// Have the guard return the memory of a daemon's pool when it ends; it kills the daemon before that.
+    /// Lets the guard return the memory of a daemon's pool at its end; it kills the daemon before that.
     pub fn end_pool(&mut self, dir: PathBuf, keeper: u32) -> Result<()> {
         self.worker.ask(&Order::EndPool { dir, keeper }).map(drop)
     }
 
-    /// Have the guard kill a process when it ends, if it still runs then.
+    /// Lets the guard kill a process at its end, if it still runs.
     pub fn end_process(&mut self, pid: u32) -> Result<()> {
         self.worker.ask(&Order::EndProcess(pid)).map(drop)
     }
 
-    /// Have the guard remove a directory when it ends, if it is still there.
+    /// Lets the guard remove a directory at its end, if it is still there.
     pub fn remove_dir(&mut self, path: PathBuf) -> Result<()> {
         self.worker.ask(&Order::RemoveDir(path)).map(drop)
     }

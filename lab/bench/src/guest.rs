@@ -1,4 +1,4 @@
-//! A guest in a helper process: a thread or a KVM virtual CPU, which take the same orders.
+//! A guest in a helper process: a thread or a KVM virtual CPU. Both take the same orders.
 //!
 //! Before: `role` gives orders. After: `native` or `vcpu` has carried them out.
 //! Threads: this one. Units: pages. Promise: an order that the kind of guest cannot carry out is an error;
@@ -18,7 +18,6 @@ enum Body {
     Vcpu(Vcpu),
 }
 
-/// A guest.
 pub(crate) struct Guest {
     config: GuestConfig,
     body: Body,

@@ -10,7 +10,6 @@ use anyhow::{Context, Result};
 
 use crate::order::{Answer, Order};
 
-/// Carry out each order in turn until they end.
 pub(crate) fn obey(mut obey: impl FnMut(Order) -> Result<Answer>) -> Result<()> {
     for line in std::io::stdin().lock().lines() {
         let line = line.context("Reading an order")?;

@@ -1,11 +1,12 @@
 //! The cost of the attachment for a VM without a limit.
 //!
-//! Before: two VMs run the same workload, and neither is attached. After: rows have the slowdown of one of them when it
-//! was attached, with the other as the reference.
+//! Before: two VMs run the same workload, and neither is attached. After: rows have the slowdown of a VM after its
+//! attachment, with the other VM as the reference.
 //! Threads: the bench's one; VMs are processes. Units: operations per second, of time and of CPU time.
-//! Promise: only one VM runs at a time, in short turns, so the machine's other load affects both alike. All run on one
-//! CPU, engine and timers included: the VMs pay for their time, and no VM moves to a CPU of another speed, which would
-//! change more than the measured cost. Attaching changes nothing else, not even the place of the memory.
+//! Promise: only one VM runs at a time, in short turns, so the machine's other load affects both alike. All processes
+//! run on one CPU, engine and timers included: so the VMs pay for their CPU time, and no VM moves to a CPU of another
+//! speed, which would change more than the measured cost. Attaching changes nothing else, not even the place of the
+//! memory.
 //!
 //! ```text
 //! phase      first VM     second VM
@@ -14,7 +15,7 @@
 //!   2        attached     free          ├ the cost: the distance of 2 below the mean of 1 and 3
 //!   3        attached     attached      ┘
 //! ```
-//! In phase 3 both have the cost, so their ratio is that of phase 1. An even drift of the machine has no effect.
+//! In phase 3 both VMs have the cost, so their ratio is that of phase 1. A steady drift of the machine has no effect.
 
 use std::time::Instant;
 
@@ -30,17 +31,16 @@ use crate::rig::Bench;
 use crate::stats::median;
 use crate::worker::Worker;
 
-/// The phases in which one VM more is attached.
+/// The first phase with an attached VM; in each phase after it, one more is attached.
 const FIRST_ATTACHED: usize = 2;
 const BOTH_ATTACHED: usize = 3;
-/// Turns of each VM that are not counted, before each phase.
+/// Uncounted turns of each VM before each phase.
 const SETTLE: usize = 2;
 
 /// A VM that is stopped except in its turn.
 struct Contestant(Worker);
 
 impl Contestant {
-    /// Start it, and fill its memory.
     fn start(config: WorkloadConfig) -> Result<Self> {
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
@@ -49,7 +49,7 @@ impl Contestant {
         Ok(contestant)
     }
 
-    /// Continue, obey one order, and stop again.
+    /// Continues the VM, lets it obey one order, and stops it again.
     fn turn(&mut self, order: &Order) -> Result<Answer> {
         self.0.signal(Signal::CONT)?;
         let answer = self.0.ask(order);
@@ -57,18 +57,17 @@ impl Contestant {
         answer
     }
 
-    /// Operations per second, and per second of CPU time.
     fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
         let Answer::Sliced { ops, wall_us, cpu_us } = self.turn(&Order::Slice { ms })? else { bail!("a VM stands") };
         Ok([ops as f64 * 1e6 / wall_us, ops as f64 * 1e6 / cpu_us])
     }
 }
 
-/// One pair's figures: the first VM's speed over the second's, by clock and by CPU time, in each phase.
+/// The figures of a pair: the first VM's speed over the second's, by clock and by CPU time, in each phase.
 struct Pair {
     ratio: [[f64; 2]; 4],
     attached_ops_per_s: f64,
-    /// CPU time of engine, keeper and both clients while both are attached, in percent of one CPU.
+    /// CPU time of engine, keeper and both clients while both VMs are attached, in percent of one CPU.
     service_cpu_pct: f64,
 }
 
@@ -79,7 +78,7 @@ impl Pair {
         (1.0 - attached / (before * after).sqrt()) * 100.0
     }
 
-    /// Slowdown of the first VM from phase 0 to phase 1 in percent, which has no cause but noise.
+    /// Slowdown of the first VM from phase 0 to phase 1 in percent: noise, because neither VM changed.
     fn noise_pct(&self, clock: usize) -> f64 {
         (1.0 - self.ratio[1][clock] / self.ratio[0][clock]) * 100.0
     }
@@ -101,7 +100,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
         Ok(daemon + clients)
     };
     let vms = [first.0.pid(), second.0.pid()];
-    // The warm-up is a whole phase, because VMs get faster at first, and not all at the same rate.
+    // The warm-up is a whole phase, because VMs get faster at first, and at different rates.
     for _ in 0..turns {
         first.speed(ms)?;
         second.speed(ms)?;
@@ -112,7 +111,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
             BOTH_ATTACHED => second.turn(&Order::Attach).map(drop)?,
             _ => {}
         }
-        // The attach itself is no cost of an idle VM: it is finished before the phase begins.
+        // The attach itself is not a cost of an idle VM: it is finished before the phase begins.
         for _ in 0..SETTLE {
             first.speed(ms)?;
             second.speed(ms)?;

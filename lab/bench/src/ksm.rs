@@ -1,7 +1,7 @@
 //! The kernel's samepage merging, as the benches run it.
 //!
-//! Before: a bench has private memory with equal pages. After: its settings are as they were.
-//! Units: microseconds of CPU time. Promise: a KSM that runs already, for others, is left alone.
+//! Before: a bench has private memory with equal pages. After: the settings of KSM are as they were.
+//! Units: microseconds of CPU time. Promise: a KSM that already runs for others is left alone.
 
 use anyhow::{Context, Result, ensure};
 use ballast_base::PAGE_SIZE;
@@ -11,12 +11,11 @@ use crate::cpu;
 use crate::setting::{self, Setting};
 
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// Settings for merges as fast as possible: the question is the CPU time of a page.
-/// Pages of zeros do not count as merged.
+/// Merges as fast as possible, because the CPU time of a page is measured. Pages of zeros do not count.
 const SETTINGS: [(&str, &str); 4] =
     [("use_zero_pages", "1"), ("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
 
-/// KSM that runs until this is dropped.
+/// Runs KSM until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Ksm {
     pid: u32,
@@ -25,7 +24,6 @@ pub(crate) struct Ksm {
 }
 
 impl Ksm {
-    /// Start it.
     pub(crate) fn start() -> Result<Self> {
         ensure!(counter("run")? == 0, "it runs already, for others");
         let pid = ksmd()?;
@@ -35,24 +33,20 @@ impl Ksm {
         Ok(Self { pid, cpu_us, _settings: set.into_iter().rev().collect::<Result<_>>()? })
     }
 
-    /// MiB that it saves.
     pub(crate) fn saved_mib(&self) -> Result<f64> {
         Ok(counter("pages_sharing")? as f64 * PAGE_SIZE as f64 / MIB as f64)
     }
 
-    /// CPU time since it was started.
     pub(crate) fn cpu_us(&self) -> Result<f64> {
         Ok(cpu::of_threads(self.pid, |_| true)? - self.cpu_us)
     }
 }
 
-/// A counter of KSM.
 fn counter(name: &str) -> Result<u64> {
     let text = setting::read(format!("{KSM}/{name}").as_ref())?;
     text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
 }
 
-/// The kernel's thread that merges.
 fn ksmd() -> Result<u32> {
     let is_it = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "ksmd\n");
     let all = std::fs::read_dir("/proc").context("Reading /proc")?;

@@ -78,7 +78,7 @@ use rig::Bench;
 /// Measure; `each` gets every row as soon as it is ready, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
     if options.which == Which::Tiers {
-        // It needs neither a daemon nor a guest.
+        // The simulation needs neither a daemon nor a guest.
         let machine = machine::describe();
         let progress = Progress::start();
         return tiers::run(options.quick, &|title| progress.row(title), &mut |row| each(&row, &machine));

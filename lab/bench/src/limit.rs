@@ -1,7 +1,7 @@
 //! One VM under a limit, over time: the data for a picture of Ballast's main job.
 //!
-//! Before: a VM has filled its memory and works, mostly on two fifths of it. After: its memory, faults and speed,
-//! sample by sample, before a limit of five eighths of its RAM, under it, and without it again.
+//! Before: a VM has filled its memory and works, mostly on two fifths of it. After: samples of its memory, faults and
+//! speed, before a limit of five eighths of its RAM, under it, and without it again.
 //! Threads: the bench's one; the VM is a process. Units: seconds since the first sample; bytes; per second.
 //! Promise: every sample comes from the API, as an operator sees it, and every word that the VM reads is checked.
 
@@ -17,12 +17,11 @@ use crate::report::Row;
 use crate::rig::Bench;
 use crate::worker::Worker;
 
-/// Time between two samples.
 const SAMPLE: Duration = Duration::from_millis(200);
-/// Rounds of computing before an operation: some 3 us, as a request has.
+/// Rounds of computing before an operation: some 3 us, like the work of a request.
 const THINK: u64 = 1000;
 
-/// Times for which the VM is measured without a limit, under it, and without it again.
+/// The times without a limit, under it, and without it again.
 struct Plan {
     ram: Bytes,
     free: Duration,
@@ -43,7 +42,7 @@ const QUICK: Plan = Plan {
     after: Duration::from_secs(1),
 };
 
-/// The samples. Rates are those since the previous sample.
+/// The samples. A rate is the one since the previous sample.
 #[derive(Default)]
 struct Samples {
     t_s: Vec<f64>,
@@ -102,7 +101,6 @@ fn operations(worker: &mut Worker) -> Result<u64> {
 }
 
 impl Samples {
-    /// Take samples for this long.
     fn take(&mut self, bench: &Bench, worker: &mut Worker, name: &str, time: Duration) -> Result<()> {
         let api = bench.daemon.api();
         let begin = self.t_s.last().copied().unwrap_or_default();

@@ -40,14 +40,13 @@ pub fn describe() -> Value {
     })
 }
 
-/// Memory of a process that no file backs, in bytes.
 pub(crate) fn rss_anon(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/status");
     let text = fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
     meminfo::number_in(&text, "RssAnon").map(|kib| kib * 1024).with_context(|| format!("{path} has no RssAnon"))
 }
 
-/// The revision of the sources this was built from, if they are still there and under git.
+/// The revision of the sources of this build, if they are still there and under git.
 fn revision() -> Option<String> {
     let git = Command::new("git")
         .args(["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--dirty", "--abbrev=12"])

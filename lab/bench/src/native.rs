@@ -1,6 +1,7 @@
-//! A guest that is a thread: its memory has known contents, is paged out by any of the sides, and is touched again.
+//! A guest that is a thread: its memory has known contents, is paged out by one of the ways, and is touched again.
 //!
-//! Before: `guest` was asked for one. After: the bench has times of single touches, as the guest's thread sees them.
+//! Before: `guest` was asked for a native guest. After: the bench has times of single touches, as the guest's thread
+//! sees them.
 //! Threads: the caller's touches; a storm has a thread of its own. Times of reads are of the monotonic clock, which all
 //! guests share.
 //! Units: pages. Promise: a page is touched once in a round, and every touch checks a word that counts the touches
@@ -25,10 +26,8 @@ use crate::order::{Answer, Backing, Data, GuestConfig, Out, Pace, Reads, Touched
 use crate::pager::{Pager, holes, own_file};
 use crate::stats::{random, shuffle};
 
-/// Memory that may go out.
 #[derive(Debug)]
 pub(crate) enum Ram {
-    /// A shared memory file, as guest RAM is.
     Shared(GuestRam),
     /// Private anonymous memory, which the kernel swaps best.
     Private(Anon),
@@ -43,20 +42,19 @@ impl Ram {
     }
 }
 
-/// The contents of pages: those of one page, in which the words of noise differ from page to page.
+/// The contents of pages: all equal those of one page, except that the words of noise differ from page to page.
 pub(crate) struct Contents {
     words: Vec<u64>,
     number: u64,
 }
 
 impl Contents {
-    /// The number tells the data of one guest from that of others.
+    /// `number` makes the data of each guest different.
     pub(crate) fn new(data: Data, number: u64) -> Self {
         let page = data.page(number);
         Self { words: page.as_chunks::<8>().0.iter().map(|bytes| u64::from_ne_bytes(*bytes)).collect(), number }
     }
 
-    /// The words of a page.
     fn of(&self, page: usize) -> impl Iterator<Item = u64> {
         let key = random(&mut ((self.number << 32) | page as u64));
         self.words.iter().map(move |word| if *word == 0 { 0 } else { word ^ key })
@@ -69,7 +67,7 @@ impl Contents {
         ram.word(page * PAGE_SIZE).load(Relaxed)
     }
 
-    /// Compares a page, whose first word may be another one.
+    /// Compares a page. If `first` is given, it is the expected first word.
     pub(crate) fn check(&self, ram: &Ram, page: usize, first: Option<u64>) -> Result<()> {
         for (index, word) in self.of(page).enumerate() {
             let expected = first.filter(|_| index == 0).unwrap_or(word);
@@ -83,15 +81,13 @@ impl Contents {
     }
 }
 
-/// Native memory and its expected contents.
 pub(crate) struct Native {
     ram: Arc<Ram>,
     pager: Pager,
     contents: Contents,
-    /// The expected first word of each page: that of the fill, plus one for each touch.
+    /// The expected first word of each page: the word of the fill, plus one for each touch.
     expected: Vec<u64>,
     storm: Option<Storm>,
-    /// The page that [`Native::read`] reads next.
     next: usize,
 }
 
@@ -103,7 +99,6 @@ struct Storm {
 }
 
 impl Native {
-    /// Allocate RAM, attach it, and fill it.
     pub(crate) fn filled(config: &GuestConfig) -> Result<Self> {
         let len = config.ram_bytes;
         let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
@@ -118,7 +113,7 @@ impl Native {
         Ok(Self { ram: Arc::new(ram), pager, contents, expected, storm: None, next: 0 })
     }
 
-    /// Guest RAM, as others can open it, if it is a file.
+    /// As other processes can open it.
     pub(crate) fn file(&self) -> Option<PathBuf> {
         if let Ram::Shared(ram) = &*self.ram { Some(own_file(ram)) } else { None }
     }
@@ -145,7 +140,7 @@ impl Native {
         }
     }
 
-    /// Touch pages that are out, in an order that the seed decides.
+    /// Touches pages that are out, in an order that the seed determines.
     pub(crate) fn touch(&mut self, config: &GuestConfig, seed: u64, pace: Pace) -> Result<Touched> {
         let mut order = self.out(config.pages)?;
         if !pace.in_order {
@@ -154,7 +149,7 @@ impl Native {
         order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
         let think = Duration::from_micros(pace.think_us.into());
         let floor = matches!(self.pager, Pager::Floor);
-        // It is written before the first measurement: its pages must not be fresh.
+        // Written before the first measurement: its pages must not be fresh.
         let mut times = vec![u32::MAX; order.len()];
         let mut copy = [1; PAGE_SIZE];
         let mut wrong = 0;
@@ -163,8 +158,7 @@ impl Native {
             let offset = *page as usize * PAGE_SIZE;
             let word = self.ram.word(offset);
             let begin = Instant::now();
-            // A write, because a page must be dirty to go out again on every side. (A read of a shared file would map
-            // its neighbours, too.)
+            // A write: a page must be dirty to go out again. (A read of a shared file would map its neighbours, too.)
             let found = word.fetch_add(1, Relaxed);
             if floor && let Ram::Shared(ram) = &*self.ram {
                 ram.copy_out(offset, &mut copy);
@@ -181,7 +175,6 @@ impl Native {
         Ok(Touched::of(&mut times, start.elapsed(), wrong))
     }
 
-    /// Touch random pages as fast as possible, on a thread of its own.
     pub(crate) fn start_storm(&mut self) -> Result<()> {
         let stop = Arc::new(AtomicBool::new(false));
         let (ram, ended, pages) = (self.ram.clone(), stop.clone(), self.expected.len() as u64);
@@ -200,7 +193,6 @@ impl Native {
         Ok(())
     }
 
-    /// End the storm.
     pub(crate) fn pause(&mut self) -> Result<Answer> {
         let storm = self.storm.take().context("there is no storm to end")?;
         storm.stop.store(true, Relaxed);
@@ -213,7 +205,7 @@ impl Native {
         Ok(Answer::Sliced { ops: touches.iter().map(|touches| u64::from(*touches)).sum(), wall_us, cpu_us })
     }
 
-    /// Read all pages over and over until the second time, and compare each; count the touches from the first time on.
+    /// Reads all pages over and over until `until_ns`, and compares each; counts the touches from `from_ns` on.
     pub(crate) fn read(&mut self, from_ns: u64, until_ns: u64) -> Result<Reads> {
         let mut reads = Reads::default();
         loop {
@@ -236,7 +228,6 @@ impl Native {
         self.contents.check(&self.ram, page, Some(self.expected[page]))
     }
 
-    /// Compare every word.
     pub(crate) fn verify(&self) -> Result<()> {
         (0..self.expected.len()).try_for_each(|page| self.check(page))
     }

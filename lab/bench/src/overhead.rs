@@ -1,9 +1,9 @@
-//! The memory of engine and keeper for a GiB of guest RAM. `ballast bench scale` runs it.
+//! The memory of engine and keeper per GiB of guest RAM. `ballast bench scale` runs it.
 //!
 //! Before: a daemon without VMs. After: a VM of which half holds data was attached, and then all its data was evicted.
 //! Threads: the bench's one. Units: bytes per GiB of guest RAM.
-//! Promise: neither guest RAM nor the bytes of far pages are counted; the latter have a figure of their own. Memory
-//! that both processes map is counted once.
+//! Promise: neither guest RAM nor the bytes of far pages are counted; these have a figure of their own. Memory that
+//! both processes map is counted once.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -23,20 +23,17 @@ use crate::subject::{Subject, Way, out};
 /// Names of the engine's memory files: page states, and arenas with their index.
 const OWN_FILES: [&str; 2] = ["ballast-state", "ballast-store"];
 
-/// Longest time for which the files of a VM stay after it.
+/// Longest time for which the files of a VM remain after its end.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Memory of both processes in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
     own: f64,
-    /// Memory files: page states, arenas with their index.
     files: f64,
 }
 
 impl Held {
-    /// The present figures.
     fn now(bench: &Bench) -> Result<Self> {
         let (mut held, mut files) = (Self::default(), BTreeMap::new());
         for pid in [bench.engine_pid()?, bench.daemon.keeper_pid()] {
@@ -57,7 +54,7 @@ fn own(pid: u32) -> Result<f64> {
     Ok((anon + file) * 1024.0)
 }
 
-/// Lines of a process's `smaps_rollup`, in KiB, all of one reading.
+/// Values of a process's `smaps_rollup`, in KiB, from one reading.
 pub(crate) fn rollup_kib<const N: usize>(pid: u32, keys: [&str; N]) -> Result<[f64; N]> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = std::fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
@@ -73,7 +70,7 @@ fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
     let fds = format!("/proc/{pid}/fd");
     for entry in std::fs::read_dir(&fds).with_context(|| format!("Reading {fds}"))? {
         let path = entry?.path();
-        // One may be closed after the listing.
+        // A descriptor may be closed after the listing.
         let Ok(target) = std::fs::read_link(&path) else { continue };
         if let Some((_, name)) = target.to_string_lossy().split_once("memfd:")
             && OWN_FILES.iter().any(|own| name.starts_with(own))
@@ -85,7 +82,7 @@ fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
     Ok(())
 }
 
-/// Wait for the state without VMs: their files are closed a moment after the API has forgotten them.
+/// Waits for the state without VMs: the engine closes their files a moment after the API has forgotten them.
 fn settled(bench: &Bench) -> Result<Held> {
     until("the memory files of a VM that has gone are still there", TIMEOUT, || {
         Ok(Some(Held::now(bench)?).filter(|now| now.files == 0.0))
@@ -113,7 +110,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let name = subject.name().to_owned();
         drop(subject);
         bench.daemon.wait_until_gone(&name)?;
-        // The first warms up: the engine's first VM brings its libraries in.
+        // The first round warms up: the engine's first VM loads its libraries.
         if round == 0 {
             row.fact("far_bytes", stat.far_bytes);
             continue;

@@ -17,7 +17,6 @@ use ballast_testvm::GuestRam;
 use crate::order::Backing;
 use crate::plain::Handler;
 
-/// Pages memory out.
 pub(crate) enum Pager {
     /// The daemon, by its limit; the client stays attached as long as the process lives.
     Ballast(#[expect(dead_code, reason = "kept, not used")] Client),
@@ -27,7 +26,6 @@ pub(crate) enum Pager {
 }
 
 impl Pager {
-    /// Hand over RAM.
     pub(crate) fn attach(backing: &Backing, ram: &GuestRam) -> Result<Self> {
         let hva = Hva(ram.addr() as u64);
         Ok(match backing {
@@ -45,7 +43,7 @@ impl Pager {
         })
     }
 
-    /// Page out the first `pages` pages of RAM. Returns the CPU time that other processes spent on it.
+    /// Pages out the first `pages` pages of RAM. Returns the CPU time that other processes spent on it.
     pub(crate) fn page_out(&mut self, ram: &GuestRam, pages: u64) -> Result<f64> {
         let len = PageCount(pages).bytes().0 as usize;
         match self {
@@ -61,13 +59,12 @@ impl Pager {
     }
 }
 
-/// Join the cgroup of a kernel guest.
 pub(crate) fn enter(backing: &Backing) -> Result<()> {
     let Backing::Kernel { procs } = backing else { return Ok(()) };
     std::fs::write(procs, std::process::id().to_string()).with_context(|| format!("Writing {}", procs.display()))
 }
 
-/// Guest RAM of this process, as others can open it.
+/// The file of this process's guest RAM, as others can open it.
 pub(crate) fn own_file(ram: &GuestRam) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), ram.memfd().as_raw_fd()).into()
 }

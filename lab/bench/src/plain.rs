@@ -1,10 +1,9 @@
-//! The plain handler that Ballast is compared with: another process, one thread, one page at a time, a vector of
-//! compressed pages.
+//! The plain handler to compare with: another process, one thread, one page at a time, a vector of compressed pages.
 //!
 //! Before: a guest in a helper process makes the userfaultfd. After: its pages are paged out and restored in the
 //! simplest way.
-//! Threads: one. Units: pages. Promise: it does what any first version of such a program would do. It uses LZ4 blocks
-//! like Ballast's store, from a common library. It has no quarantine, no checksums, no budget, and no state that
+//! Threads: one. Units: pages. Promise: the handler is like any first version of such a program. It compresses LZ4
+//! blocks like Ballast's store, with a common library. It has no quarantine, no checksums, no budget, and no state that
 //! outlives it.
 
 use std::fs::File;
@@ -29,9 +28,9 @@ use crate::worker;
 enum Message {
     /// The first message. It carries the userfaultfd and the memory file.
     Start { base: u64, len: u64, near: bool },
-    /// These pages from the start are zapped: compress and punch them.
+    /// This many pages from the start are zapped: compress and punch them.
     Out { pages: u64 },
-    /// The order is done; it took this CPU time.
+    /// The order is done, with this CPU time.
     Done { cpu_us: f64 },
 }
 
@@ -46,8 +45,7 @@ impl Handler {
         Self::start_with(ram, false)
     }
 
-    /// The same on the CPU of the calling thread, which stays there from now on, with the priority of Ballast's fault
-    /// workers.
+    /// As [`Self::start`], on this thread's CPU, where the thread stays, with the priority of Ballast's fault workers.
     pub(crate) fn start_near(ram: &GuestRam) -> Result<Self> {
         std::mem::forget(cpu::Stay::here());
         Self::start_with(ram, true)

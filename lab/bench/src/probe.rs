@@ -1,12 +1,10 @@
-//! A VM that tests all the time whether an engine serves its faults: one thread has the kernel unmap a page, touches
-//! it, and begins again.
+//! A VM that tests continuously whether an engine serves its faults: one thread unmaps a page and touches it.
 //!
-//! Before: `upgrade` starts it as a process of its own. After: it returns the time of each of these faults, and each
-//! time between two served ones. They are measured from outside: neither keeper nor engine takes part.
-//! Threads: one in the guest, without a pause; the client has one of its own. Units: nanoseconds of the monotonic
+//! Before: `upgrade` starts it as a process. After: it returns the time of each fault, and each time between two served
+//! faults. They are measured from outside: neither keeper nor engine takes part.
 //! clock; slices of [`SLICE_NS`].
-//! Promise: every touch was a fault, by the kernel's count, and an engine served it, by the engines' count; its page
-//! had the number that was written last. A time without an engine shows as a touch, and as a time between two served
+//! Promise: every touch was a fault, by the kernel's count, and an engine served it, by the engines' count; the page
+//! had the number that was written last. A time without an engine shows as a touch, and as a gap between two served
 //! faults, of at least that length.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -25,19 +23,18 @@ use crate::pager::Pager;
 use crate::rig::Bench;
 use crate::worker::Worker;
 
-/// Length of a part of a turn, whose faults are counted separately: 20 ms.
+/// Length of a slice of a turn, whose faults are counted separately: 20 ms.
 const SLICE_NS: u64 = 20_000_000;
 /// Bytes of RAM. Half of it goes far, so that all of it is under userfaultfd.
 const RAM: u64 = 32 * MIB;
-/// Pages that are touched in turn.
 const PAGES: usize = 64;
-/// Time from the order to the turn: guest and bench are ready then.
+/// Time from the order to the turn, in which guest and bench get ready.
 const LEAD: Duration = Duration::from_millis(50);
 /// Time of faults before an upgrade begins.
 const BEFORE: Duration = Duration::from_millis(100);
 /// Length of a turn. One upgrade and the end of the old engine take less, unless the host is crowded.
 const TIME: Duration = Duration::from_millis(1000);
-/// Time after an upgrade that counts as well: the old engine ends, the keeper becomes another program.
+/// Time after an upgrade that also counts: the old engine ends, and the keeper becomes another program.
 const AFTER: Duration = Duration::from_millis(100);
 const SQUEEZE: Duration = Duration::from_secs(60);
 
@@ -45,7 +42,6 @@ pub(crate) struct Prober {
     backing: Backing,
     ram: GuestRam,
     pager: Option<Pager>,
-    /// Number of touches of each of the pages.
     touches: [u64; PAGES],
 }
 
@@ -59,7 +55,7 @@ impl Prober {
         match order {
             Order::Fill => {
                 self.pager = Some(Pager::attach(&self.backing, &self.ram)?);
-                // With their numbers these pages are no zero pages; the pages that are touched begin at 0.
+                // With their numbers these pages are not zero pages; the pages that are touched begin at 0.
                 for page in PAGES..self.ram.len() / PAGE_SIZE {
                     self.ram.word(page * PAGE_SIZE).store(page as u64, Relaxed);
                 }
@@ -106,8 +102,7 @@ impl Prober {
     }
 }
 
-/// Read the clock without a pause and without a fault. A time between two readings is one in which the thread had no
-/// CPU.
+/// Reads the clock without a pause and without a fault. In a gap between two readings the thread had no CPU.
 fn compute(from_ns: u64, until_ns: u64) -> Probed {
     let slices = (until_ns.saturating_sub(from_ns) / SLICE_NS) as usize + 1;
     let mut probed = Probed { slices: vec![Slice::default(); slices], ..Probed::default() };
@@ -121,7 +116,6 @@ fn compute(from_ns: u64, until_ns: u64) -> Probed {
     probed
 }
 
-/// Faults of this thread, by the kernel's count.
 fn faults() -> Result<u64> {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the call fills the structure, which is all integers.
@@ -132,7 +126,6 @@ fn faults() -> Result<u64> {
     Ok((usage.ru_minflt + usage.ru_majflt) as u64)
 }
 
-/// The bench's handle to a prober.
 pub(crate) struct Probe {
     worker: Worker,
     name: String,
@@ -157,7 +150,6 @@ impl Window {
 }
 
 impl Probe {
-    /// Start the VM, and have half of it evicted.
     pub(crate) fn start(bench: &mut Bench) -> Result<Self> {
         let name = bench.vm_name();
         let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
@@ -172,7 +164,7 @@ impl Probe {
         Ok(probe)
     }
 
-    /// Have it fault for one turn, in which `meanwhile` runs. Returns the faults, the window of `meanwhile`, and its
+    /// Lets the VM fault for one turn, during `meanwhile`. Returns the faults, the window of `meanwhile`, and its
     /// result.
     pub(crate) fn turn<T>(
         &mut self,
@@ -190,7 +182,7 @@ impl Probe {
         Ok(turn)
     }
 
-    /// As `turn`, but its thread only reads the clock.
+    /// As `turn`, but the thread only reads the clock.
     pub(crate) fn compute<T>(&mut self, meanwhile: impl FnOnce() -> Result<T>) -> Result<(Probed, Window, T)> {
         self.run(|from_ns, until_ns| Order::Compute { from_ns, until_ns }, meanwhile)
     }

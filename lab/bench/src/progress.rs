@@ -1,6 +1,6 @@
 //! Shows progress on standard error while a bench measures, which may take an hour.
 //!
-//! Before: a bench starts. After: there was a line for each row, and one a minute within it.
+//! Before: a bench starts. After: a line was printed for each row, and one a minute within a row.
 //! Threads: the bench's. Units: rows, and steps within a row. Promise: standard output has rows alone.
 
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use ballast_sys::lock::Lock;
 /// Time between two lines about one row.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// The row that is measured, and when a line was printed last. Clones show the same.
+/// The row that is measured, and the time of the last line. Clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct Progress(Arc<Mutex<(String, Instant)>>);
 
@@ -20,13 +20,12 @@ impl Progress {
         Self(Arc::new(Mutex::new((String::new(), Instant::now()))))
     }
 
-    /// Show the row that is measured from now on.
     pub(crate) fn row(&self, title: &str) {
         eprintln!("ballast bench: {title}");
         *self.0.locked() = (title.to_owned(), Instant::now());
     }
 
-    /// The items, each announced as a step when it is taken, if the last line is old enough.
+    /// The items. When an item is taken, it is shown as a step, if the last line is old enough.
     pub(crate) fn over<T: IntoIterator>(&self, what: &'static str, items: T) -> impl Iterator<Item = T::Item> + use<T> {
         let items = items.into_iter();
         let (least, most) = items.size_hint();

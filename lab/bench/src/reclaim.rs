@@ -2,7 +2,8 @@
 //!
 //! Before: guests hold all their data. After: rows have pages per second from the order to the last punch.
 //! Units: pages per second; microseconds of CPU per page, of all threads that take part.
-//! Promise: Ballast's rate counts everything but the fixed wait in quarantine; the rate with the wait is reported, too.
+//! Promise: Ballast's rate includes everything except the fixed wait in quarantine; the rate with the wait is reported,
+//! too.
 
 use anyhow::Result;
 

@@ -1,8 +1,8 @@
 //! A row of results: one JSON object, or a small table for people.
 //!
 //! Before: a bench has measured its repetitions. After: `main` prints the row.
-//! Threads: none. Units: in every key. Promise: every figure has its spread and its A/A noise; one that could not be
-//! measured is null, and the row has the reason.
+//! Threads: none. Units: in every key. Promise: every figure has its spread and its A/A noise; a figure that could not
+//! be measured is null, and the row has the reason.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,6 @@ use serde_json::{Map, Value, json};
 
 use crate::stats::{Spread, aa_noise_pct, median_ci95, ratios};
 
-/// The text for a missing figure.
 pub const NOT_MEASURED: &str = "not measured";
 
 /// One row.
@@ -20,7 +19,6 @@ pub struct Row {
     title: String,
     facts: Vec<(String, Value)>,
     figures: Vec<(String, Option<Figure>)>,
-    /// Why figures are missing.
     missing: Vec<String>,
 }
 
@@ -32,7 +30,7 @@ struct Figure {
     ci95: Option<(f64, f64)>,
 }
 
-/// Values by key, in the order in which they were measured.
+/// Values by key, in the order of their first measurement.
 #[derive(Debug, Default)]
 pub(crate) struct Figures(Vec<(String, Vec<f64>)>);
 
@@ -74,17 +72,15 @@ impl Row {
         self.figures.push((key.to_owned(), figure));
     }
 
-    /// Add a figure of each of these.
+    /// Adds the figure that `figure` computes from each of these.
     pub(crate) fn figure_of<T>(&mut self, key: &str, all: &[T], figure: impl Fn(&T) -> f64) {
         self.figure(key, &all.iter().map(figure).collect::<Vec<_>>());
     }
 
-    /// Add all of these under their keys.
     pub(crate) fn figures(&mut self, figures: &Figures) {
         figures.0.iter().for_each(|(key, values)| self.figure(key, values));
     }
 
-    /// Add all of these as differences.
     pub(crate) fn differences(&mut self, figures: &Figures) {
         figures.0.iter().for_each(|(key, values)| self.difference(key, values));
     }
@@ -107,8 +103,7 @@ impl Row {
         }
     }
 
-    /// The JSON object. `KEY` is the median; `KEY_min`, `KEY_max` and `KEY_aa_pct` (a difference: `KEY_ci95_low` and
-    /// `_high`) go with it.
+    /// The JSON object. `KEY` is the median, with `KEY_min`, `KEY_max`, and `KEY_aa_pct` or `KEY_ci95_low` and `_high`.
     pub fn json(&self, machine: &Value) -> Value {
         let mut object: Map<String, Value> = self.facts.iter().cloned().collect();
         for (key, figure) in &self.figures {
@@ -135,7 +130,7 @@ impl Row {
     pub fn text(&self) -> String {
         let mut text = format!("{}\n", self.title);
         let mut line = String::new();
-        // Lists are for programs.
+        // Lists are for programs, and not printed.
         let is_told = |key: &str, value: &Value| !matches!(key, "bench" | "guest") && !value.is_array();
         for (key, value) in self.facts.iter().filter(|(key, value)| is_told(key, value)) {
             // Writing to a String cannot fail.

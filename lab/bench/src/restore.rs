@@ -17,12 +17,12 @@ const WAYS: [Way; 5] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor, Way::
 
 /// A pinned vCPU without pauses: the headline figures.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
-/// A pinned vCPU that computes in between, so that the worker that serves the touches has gone to sleep.
+/// A pinned vCPU that computes between touches, so that the worker that serves them has gone to sleep.
 const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true, ..Pace::ALL };
 /// A thread that the scheduler migrates.
 const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
 
-/// One round of a way: percentiles of touches without pauses, with pauses, and of a thread that moves.
+/// Measures one round of a way: percentiles of touches without pauses, with pauses, and of a thread that moves.
 fn measure(bench: &mut Bench, side: &mut Side, seed: u64) -> Result<()> {
     let paces: &[(Pace, &str, &str)] = if bench.options.is(GuestKind::Native) {
         &[(PACED, "paced_p50", "paced_p99"), (MOVING, "moving_p50", "moving_p99")]
@@ -116,7 +116,7 @@ fn memory(bench: &mut Bench, sides: &mut [Side], row: &mut Row) -> Result<()> {
                     row.fact("engine_restore_us_p99", rounded(latency.p99_us));
                     row.fact("engine_restores", latency.count);
                     let RestoreStages { queue, lookup, read, install } = &stat.restore_stages;
-                    // Of the engine's part of the time, over all rounds.
+                    // The stages of the engine's part of the time, over all rounds.
                     for (name, stage) in [("queue", queue), ("lookup", lookup), ("read", read), ("install", install)] {
                         row.fact(&format!("stage_{name}_us_p50"), rounded(stage.p50_us));
                         row.fact(&format!("stage_{name}_us_p99"), rounded(stage.p99_us));

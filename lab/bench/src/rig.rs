@@ -1,4 +1,4 @@
-//! The equipment of every bench: its daemon, the kernel's swap, the guard that restores the machine, and the next name.
+//! The equipment of every bench: its daemon, the kernel's swap, the guard that restores the machine, and names for VMs.
 //!
 //! Before: `lib` knows which bench runs, and the settings and swap that it needs. After: a bench starts guests.
 //! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so guard and swap restore the machine
@@ -16,7 +16,7 @@ use crate::options::{Options, Which};
 use crate::progress::Progress;
 use crate::report::Row;
 
-/// Size of the kernel's swap; memory is used as pages arrive.
+/// Size of the kernel's swap; it takes memory only for the pages that it has.
 const SWAP: &str = "8G";
 
 /// Everything a bench runs with. Fields are dropped in this order.
@@ -24,7 +24,6 @@ const SWAP: &str = "8G";
 pub(crate) struct Bench {
     pub(crate) options: Options,
     pub(crate) daemon: Daemon,
-    /// The swap device, or the reason why there is none.
     pub(crate) kernel: Result<PathBuf, String>,
     names: u32,
     pub(crate) progress: Progress,
@@ -34,7 +33,7 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// Start guard and daemon, and take the kernel's swap if the bench has figures of the kernel.
+    /// Starts guard and daemon, and takes the kernel's swap if the bench measures the kernel.
     pub(crate) fn start(options: Options, settings: &str, swap: bool) -> Result<Self> {
         let progress = Progress::start();
         // Every process that is started from here on inherits the CPU.
@@ -48,7 +47,7 @@ impl Bench {
         Ok(Self { options, daemon, kernel, names: 0, progress, guard, _swap: swap.ok(), _one_cpu: one_cpu })
     }
 
-    /// Run `work` with a daemon that has other settings, instead of the bench's own.
+    /// Runs `work` with a daemon of other settings in place of the bench's own.
     pub(crate) fn with_settings<T>(&mut self, settings: &str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let daemon = Daemon::with_settings(settings)?;
         self.guard.remove_dir(daemon.dir().to_owned())?;
@@ -62,7 +61,6 @@ impl Bench {
         result
     }
 
-    /// A row for the measurement that begins now.
     pub(crate) fn row(&self, what: &str) -> Row {
         let guest = match self.options.which {
             Which::Share | Which::Guest => "qemu".to_owned(),
@@ -73,12 +71,10 @@ impl Bench {
         row
     }
 
-    /// A name that no other VM of this bench has.
     pub(crate) fn vm_name(&mut self) -> String {
         self.numbered("bench")
     }
 
-    /// `base` with the next number.
     pub(crate) fn numbered(&mut self, base: &str) -> String {
         self.names += 1;
         format!("{base}-{}", self.names)

@@ -17,7 +17,7 @@ use crate::probe::Prober;
 use crate::workload::Runner;
 use crate::{adopt, guard, plain};
 
-/// Play a role, given as JSON, until standard input ends. The words are a program to become, and its arguments.
+/// Plays a role, given as JSON, until standard input ends. `words` is a program to execute, with its arguments.
 pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     let role: Role = serde_json::from_str(role).context("This command is for the bench alone; its role")?;
     if !matches!(role, Role::Guard) {
@@ -54,7 +54,7 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     }
 }
 
-/// Execute another program. The signal that ends this process with its parent survives the exec.
+/// Executes another program. The setting that this process ends with its parent survives the exec.
 fn turn_into(words: &[OsString]) -> Result<()> {
     let (program, words) = words.split_first().context("there is no program to become")?;
     let error = Command::new(program).args(words).exec();

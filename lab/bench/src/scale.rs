@@ -1,7 +1,7 @@
 //! Ten VMs at once that are over their limits and then touch their far pages; and the memory of the engine.
 //!
 //! Before: guests of each way hold their data, the kernel's in cgroups of their own. After: a row has the throughput of
-//! ten and the waits of each.
+//! all ten and the waits of each.
 //! Threads: the bench's one. Units: pages per second of all; microseconds per touch. Promise: the ways take turns.
 
 use std::time::Instant;
@@ -18,11 +18,10 @@ use crate::subject::{Subject, Way, out, touch};
 
 const VMS: usize = 10;
 
-/// What some guests did at the same time.
 struct Together {
     reclaim: f64,
     restore: f64,
-    /// Median over the guests, and the one that waited longest.
+    /// The median of the guests, and the guest that waited longest.
     p50: f64,
     p99: f64,
     worst_p99: f64,

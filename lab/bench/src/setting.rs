@@ -8,14 +8,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Report a failure to restore something.
 pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
     if let Err(error) = result {
         eprintln!("ballast bench: {what}: {error}");
     }
 }
 
-/// A changed setting. Drop restores its old value.
 #[derive(Debug)]
 pub struct Setting {
     path: PathBuf,

@@ -1,10 +1,10 @@
-//! Three real guests with Redis and the same data; two are busy, the third is cold. HugeScope's experiment (4.6).
+//! Three real guests with Redis and equal data; two are busy, the third is cold. HugeScope's experiment (4.6).
 //!
-//! Before: a bench without guests. After: a row has what compression alone, a group and KSM save, their CPU time, and
-//! what the two busy guests serve meanwhile and afterwards, over what they served before.
-//! Threads: one client for each busy guest. Units: MiB; saved memory is net of what the engine itself uses more, and
-//! without pages of zeros. Promise: each value that is read is checked, and all values of all guests at the end. Under
-//! an emulated CPU the rates mean little.
+//! Before: a bench without guests. After: a row has the memory that compression alone, a group and KSM save, their CPU
+//! time, and the rate of the two busy guests during and after that, divided by their rate before. Threads: one client
+//! for each busy guest. Units: MiB; saved memory is net of the growth of the engine itself, and without pages of zeros.
+//! Promise: each value that is read is checked, and all values of all guests at the end. Under an emulated CPU the
+//! rates mean little.
 
 use std::time::Duration;
 
@@ -28,15 +28,14 @@ const MEMORY: Bytes = Bytes(256 * MIB);
 const VALUE: u64 = 4 * KIB;
 /// Data of each guest, as values.
 const DATA: u64 = 96 * MIB;
-/// What a limit takes of a busy guest and of the cold one.
+/// Memory that a limit takes from each guest: the busy ones, then the cold one.
 const TAKEN: [u64; GUESTS as usize] = [96 * MIB, 96 * MIB, 144 * MIB];
-/// How many guests are busy.
 const BUSY: usize = 2;
-/// How long the busy guests serve before, while memory goes or merges, and afterwards.
+/// How long the busy guests serve before memory goes, and while memory goes or merges and afterwards.
 const SERVE: Duration = Duration::from_secs(20);
 const GOES: Duration = Duration::from_secs(40);
 
-/// The ways to save memory, by turns: the settings of the daemon, if there is one.
+/// The ways to save memory, in turns, with the settings of their daemon, if there is one.
 const WAYS: [(&str, Option<&str>); 3] = [("compressed", Some("")), ("share", Some(GROUP)), ("ksm", None)];
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -57,13 +56,13 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         }
     }
     row.figures(&figures);
-    // In percent of the data of all guests; what else a guest holds counts as saved, too.
+    // In percent of the data of all guests; other memory of a guest that goes counts as saved, too.
     let points = figures.of("share_saved_pct").iter().zip(figures.of("compressed_saved_pct"));
     row.figure("share_points_over_compression", &points.map(|(share, alone)| share - alone).collect::<Vec<_>>());
     each(row)
 }
 
-/// A guest, the name of its VM if it is one of Ballast's, and its data.
+/// A guest, its data, and the name of its VM if Ballast manages it.
 struct Guest {
     qemu: QemuGuest,
     name: Option<String>,
@@ -75,7 +74,7 @@ impl Guest {
         let name = (!is_ksm).then(|| bench.vm_name());
         let run = name.as_ref().map_or(Ok(Vec::new()), |name| bench.daemon.run_words(name, &[]))?;
         let prefix = words_before(run)?;
-        // Without Ballast its RAM is private, and QEMU asks for merges.
+        // Without Ballast the RAM is private, and QEMU asks KSM to merge it.
         let builder = QemuGuest::builder().name("bench").memory(MEMORY).shared_memory(name.is_some());
         let mut qemu = builder.prefix(prefix).spawn()?;
         qemu.wait_ready(TIMEOUT)?;
@@ -87,7 +86,7 @@ impl Guest {
         Ok(Self { qemu, name, data })
     }
 
-    /// Serves for this time; returns operations per second.
+    /// Serves for this long; returns operations per second.
     fn serve(&mut self, duration: Duration, seed: u64) -> Result<f64> {
         let done = load::throughput(self.qemu.redis_addr(), &mut self.data, &Mix { duration, seed, ..Mix::default() })?;
         let wrong = done.reads.wrong + done.reads.missing;
@@ -102,12 +101,11 @@ impl Guest {
     }
 }
 
-/// Memory of the engine that no file backs.
 fn own_mib(engine: u32) -> Result<f64> {
     Ok(mib(machine::rss_anon(engine)?))
 }
 
-/// The busy guests serve; returns operations per second of all together.
+/// Lets the busy guests serve; returns the sum of their operations per second.
 fn serve(guests: &mut [Guest], duration: Duration, seed: u64) -> Result<f64> {
     let rates = std::thread::scope(|scope| {
         let clients: Vec<_> =
@@ -119,7 +117,7 @@ fn serve(guests: &mut [Guest], duration: Duration, seed: u64) -> Result<f64> {
 
 fn measure(bench: &mut Bench, name: &str, is_ksm: bool, figures: &mut Figures) -> Result<()> {
     let mut guests = (0..GUESTS).map(|_| Guest::boot(bench, is_ksm)).collect::<Result<Vec<_>>>()?;
-    // Both busy guests do the same, so what they hold stays equal.
+    // Both busy guests do the same operations, so their data stays equal.
     let before = serve(&mut guests, SERVE, 1)?;
     let engine = bench.engine_pid()?;
     let (own, cpu_us) = (own_mib(engine)?, cpu::of_threads(engine, |_| true)?);
@@ -130,7 +128,7 @@ fn measure(bench: &mut Bench, name: &str, is_ksm: bool, figures: &mut Figures) -
             bench.daemon.api().set_limit(name, Some(resident.saturating_sub(taken)))?;
         }
     }
-    // What is served meanwhile and afterwards, over what was served before.
+    // The rate while memory goes and afterwards, divided by the rate before.
     let ratio = serve(&mut guests, GOES, 2)? / before;
     let (saved, cpu_us) = match &ksm {
         Some(ksm) => (ksm.saved_mib()?, ksm.cpu_us()?),

@@ -7,7 +7,6 @@
 pub use ballast_testkit::random::next as random;
 use serde::{Deserialize, Serialize};
 
-/// The distribution of one round of touches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Number of touches; if it is 0, so are the other fields.
@@ -34,7 +33,6 @@ pub fn percentile<T: Copy>(sorted: &[T], fraction: f64) -> Option<T> {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
 }
 
-/// The geometric mean.
 pub fn geomean(values: &[f64]) -> f64 {
     (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
 }
@@ -68,15 +66,15 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The A/A noise: the difference in percent of two repetitions of the *same* measurement, next to each other in time;
-/// the median over the pairs. A difference between two sides that is not well above this means nothing.
+/// The A/A noise: the difference in percent of two repetitions of the *same* measurement, adjacent in time; the median
+/// over the pairs. A difference between two sides means something only if it is well above this.
 pub fn aa_noise_pct(values: &[f64]) -> Option<f64> {
     let differ = |pair: &[f64; 2]| ((pair[1] / pair[0] - 1.0) * 100.0).abs();
     let (pairs, _) = values.as_chunks::<2>();
     median(&pairs.iter().map(differ).filter(|pct| pct.is_finite()).collect::<Vec<_>>())
 }
 
-/// The interval of the median of many more such measurements, with 95 % confidence (bootstrap).
+/// The 95 % confidence interval of the median of such measurements (bootstrap).
 pub fn median_ci95(values: &[f64]) -> Option<(f64, f64)> {
     const DRAWS: usize = 1000;
     let mut seed = 0;
@@ -130,7 +128,7 @@ mod tests {
 
     #[test]
     fn noise_is_the_difference_of_neighbours_and_not_of_the_whole_run() {
-        // A machine that gets ten times slower half-way: neighbours differ by 10 % all the same.
+        // A machine that becomes ten times slower half-way: neighbours still differ by 10 %.
         let noise = aa_noise_pct(&[1.0, 1.1, 10.0, 11.0]).expect("two pairs");
         assert!((noise - 10.0).abs() < 1e-9, "{noise}");
         assert_eq!(aa_noise_pct(&[1.0]), None);

@@ -2,8 +2,8 @@
 //!
 //! Before: a victim has far pages, and a neighbour is held to half of the memory it touches. After: a row has the
 //! victim's percentiles alone and beside the storm.
-//! Units: microseconds per touch. Promise: alone and beside take turns; while the victim is measured alone, the
-//! neighbour does nothing, and neither does its reclaim. The figures of a round are medians over its turns.
+//! Units: microseconds per touch. Promise: turns alone and beside the storm alternate; while the victim is measured
+//! alone, the neighbour does nothing, and its reclaim has ended. The figures of a round are medians over its turns.
 
 use std::time::Duration;
 
@@ -17,17 +17,15 @@ use crate::stats::median;
 use crate::subject::{Side, Way, out, touch};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
-/// The keys of a turn alone and beside the storm.
+/// The keys of a turn alone, and below, of one beside the storm.
 const SOLO: [&str; 2] = ["solo_us_p50", "solo_us_p99"];
 const BESIDE: [&str; 2] = ["beside_us_p50", "beside_us_p99"];
-/// Touches in one turn of the victim.
 const TURN: u64 = 2000;
-/// Time of the storm before the victim's turn begins.
 const LEAD: Duration = Duration::from_millis(10);
 /// Pages of the neighbour, which is held to half of them.
 const NEIGHBOUR_PAGES: u64 = 16_384;
 
-/// In each turn the victim's pages go out, and it touches some of them, alone or beside the storm.
+/// In each turn the victim's pages go out, and then it touches some of them, alone or beside the storm.
 fn measure(bench: &mut Bench, side: &mut Side, turns: u64, seed: u64) -> Result<()> {
     let (victim, neighbour) = side.guests.split_at_mut(1);
     neighbour[0].hold_to(bench, PageCount(NEIGHBOUR_PAGES / 2).bytes().0)?;

@@ -2,7 +2,7 @@
 //!
 //! Before: the bench has a daemon, and the kernel's swap if it is available. After: it has the figures of one round.
 //! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
-//! Promise: all ways have the same orders; only [`out`] knows that a limit makes Ballast page out.
+//! Promise: all ways get the same orders; only [`out`] knows that a limit makes Ballast page out.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -18,23 +18,18 @@ use crate::rig::Bench;
 use crate::worker::Worker;
 use crate::{cgroup, cpu};
 
-/// The limit of a guest of Ballast while its pages go out, far below its data.
+/// The limit of a guest of Ballast while its pages go out: far below its data.
 const SQUEEZED: Bytes = Bytes(4 * MIB);
-/// Time after which a squeeze has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Time between two samples of a file's memory, each of which costs a microsecond.
 const SAMPLE: Duration = Duration::from_micros(200);
-/// How many of them there are for each time that the engine is asked how many pages are zapped.
+/// The engine is asked for the number of zapped pages once per this many samples.
 const ZAPPED_EVERY: u64 = 8;
 
-/// The ways by which a guest's pages go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// The product: keeper, engine, client.
     Ballast,
-    /// The kernel's swap to zram, in a memory cgroup.
     Kernel,
-    /// A plain userfaultfd handler.
     Plain,
     /// A minor fault and a copy of 4 KiB.
     Floor,
@@ -53,14 +48,12 @@ pub struct Subject {
     pub way: Way,
     config: GuestConfig,
     worker: Option<Worker>,
-    /// Guest RAM, to read its size.
     ram: Option<File>,
     cgroup: Option<std::path::PathBuf>,
-    /// Its name, on Ballast's side.
     name: String,
 }
 
-/// A squeeze under way: pages that were resident and pages zapped so far, and CPU time, as it began.
+/// A squeeze under way: resident pages, zapped pages and CPU time at its begin.
 #[derive(Default)]
 struct Squeeze {
     before: u64,
@@ -69,7 +62,7 @@ struct Squeeze {
 }
 
 impl Subject {
-    /// Make a guest. A native one is filled at once, a KVM guest before each round.
+    /// Makes a guest. A native guest is filled at once, a KVM guest before each round.
     pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
         let cgroup = if way == Way::Kernel { Some(bench.guard.cgroup()?) } else { None };
         let backing = match (way, &cgroup) {
@@ -79,7 +72,7 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        // A limit can be above the data and below RAM.
+        // RAM is twice the data, so a limit can be above the data and below RAM.
         let ram_bytes = PageCount(2 * pages).bytes().0;
         let config = GuestConfig { backing, kind: bench.options.guest, ram_bytes, pages, data, number: 0 };
         let mut subject = Self { way, config, worker: None, ram: None, cgroup, name: String::new() };
@@ -90,7 +83,7 @@ impl Subject {
     }
 
     fn start(&mut self, bench: &mut Bench) -> Result<()> {
-        // The old one ends first: the new one should get its memory.
+        // The old process ends first, so that the new one gets its memory.
         (self.worker, self.ram) = (None, None);
         if let Backing::Ballast { name, .. } = &mut self.config.backing {
             *name = bench.vm_name();
@@ -109,17 +102,15 @@ impl Subject {
         self.worker.as_mut().context("the guest has not started")
     }
 
-    /// Give an order and take its answer.
     pub fn ask(&mut self, order: &Order) -> Result<Answer> {
         self.worker()?.ask(order)
     }
 
-    /// The VM's name, if Ballast manages it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Hold the guest to this number of bytes, by its limit or its cgroup's.
+    /// Limits the guest to this number of bytes, through Ballast or its cgroup.
     pub fn hold_to(&mut self, bench: &Bench, bytes: u64) -> Result<()> {
         match (self.way, &self.cgroup) {
             (Way::Ballast, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
@@ -133,12 +124,11 @@ impl Subject {
         self.cgroup.as_deref()
     }
 
-    /// Memory that its RAM file occupies.
     pub fn resident(&self) -> Result<PageCount> {
         Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?)
     }
 
-    /// CPU time of the engine's threads and of the guest's process, whose own thread does nothing meanwhile.
+    /// CPU time of the engine's threads and of the guest's process, whose own thread is idle at that time.
     fn cpu_us(&mut self, bench: &Bench) -> Result<f64> {
         Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(self.worker()?.pid(), |_| true)?)
     }
@@ -192,41 +182,38 @@ impl Subject {
             first_us: first_us.unwrap_or(wall_us),
             waited_us: zapped_us.map_or(0.0, |zapped| first_us.unwrap_or(wall_us) - zapped),
         };
-        // The engine must see the same.
+        // The engine must agree.
         let stat = bench.daemon.api().vm(&self.name)?;
         ensure!(stat.resident_bytes <= SQUEEZED.0 + MIB, "the engine sees {} bytes resident", stat.resident_bytes);
         Ok(out)
     }
 
-    /// Let the guest have all its memory again. A higher limit restores no page by itself.
+    /// Lets the guest have all its memory again. A higher limit alone restores no page.
     fn relax(&self, bench: &Bench) -> Result<()> {
         if !self.way.is_ours() {
             return Ok(());
         }
-        // The limit is above all data and below RAM, so that reclaim does nothing; other guests' RAM is all data.
+        // The limit is above all data and below RAM, so that reclaim does nothing; the RAM of other guests is all data.
         let limit = (self.config.kind == GuestKind::Native).then(|| PageCount(2 * self.config.pages - 1).bytes().0);
         bench.daemon.api().set_limit(&self.name, limit)?;
         Ok(())
     }
 
-    /// Compare every byte of the guest's memory.
     pub fn verify(&mut self) -> Result<()> {
         self.ask(&Order::Verify).map(drop)
     }
 }
 
-/// The guests of one way, and their figures.
 #[derive(Debug)]
 pub(crate) struct Side {
     pub(crate) way: Way,
-    /// None if this machine lacks what the way needs.
+    /// Empty if this machine lacks something that the way needs.
     pub(crate) guests: Vec<Subject>,
     pub(crate) figures: Figures,
 }
 
 impl Bench {
-    /// Guests of each way, each with one of these numbers of pages. Without the kernel's swap or its cgroup the row
-    /// says why there are none.
+    /// Guests of each way, each with one of these numbers of pages. If the kernel cannot have any, the row says why.
     pub(crate) fn sides(&mut self, ways: &[Way], pages: &[u64], data: Data, row: &mut Row) -> Result<Vec<Side>> {
         let mut sides = Vec::new();
         for way in ways.iter().copied() {
@@ -246,7 +233,7 @@ impl Bench {
         Ok(sides)
     }
 
-    /// Measure all sides by turns in each round, forwards and backwards. Round 0 warms up: its figures are dropped. In
+    /// Measures all sides in turns in each round, forwards and backwards. Round 0 warms up: its figures are dropped. In
     /// the end every byte of all guests is compared.
     pub(crate) fn by_turns(
         &mut self,
@@ -266,7 +253,7 @@ impl Bench {
     }
 }
 
-/// The sides in the order of this round: forwards and backwards by turns.
+/// The sides in the order of this round: forwards in one, backwards in the next.
 pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
     let mut turns: Vec<T> = sides.into_iter().collect();
     if round % 2 == 1 {
@@ -275,7 +262,7 @@ pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
     turns
 }
 
-/// Page out these guests, all at once. Returns the sum of pages and CPU time, and the time until the last was done.
+/// Pages out these guests, all at once. Returns the sum of pages and CPU time, and the time until all were out.
 pub fn out(bench: &mut Bench, subjects: &mut [Subject]) -> Result<Out> {
     if bench.options.is(GuestKind::Kvm) {
         subjects.iter_mut().try_for_each(|subject| subject.start(bench))?;
@@ -296,7 +283,7 @@ pub fn out(bench: &mut Bench, subjects: &mut [Subject]) -> Result<Out> {
     Ok(sum)
 }
 
-/// Have these guests touch pages that are out, all at once. Returns the figures of each.
+/// Lets these guests touch pages that are out, all at once. Returns the figures of each.
 pub fn touch(subjects: &mut [Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
     let order = Order::Touch { seed, pace };
     subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&order))?;

@@ -63,8 +63,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     fleet.verify()?;
     let mut probe = Probe::start(bench)?;
-    // Each round has one window without an upgrade, one with, and one more without: the two show the noise. The last
-    // has an upgrade as well, and a thread without faults: what the upgrade takes of its CPU.
+    // Each round has one window without an upgrade, one with, and one more without: the two without show the noise. The
+    // last window of a round has an upgrade and a thread that raises no faults: it shows the CPU time that the upgrade
+    // takes from the thread.
     let mut probed: [Vec<Slice>; 3] = Default::default();
     let mut computed = Vec::new();
     let (mut touches, mut cut) = (0, 0);
@@ -112,7 +113,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)
 }
 
-/// Request the list of VMs until the turn is over. A list that does not come at once, or lacks a VM, has failed.
+/// Requests the list of VMs until the turn is over. A list that does not come at once, or lacks a VM, counts as failed.
 fn list_vms(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, failed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         asked.fetch_add(1, Relaxed);
@@ -125,8 +126,7 @@ fn list_vms(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, 
     }
 }
 
-/// The time to become one more reader of a userfaultfd that has a waiter, as when two engines begin to serve a VM. No
-/// fault waits for it.
+/// The time to become a second reader of a userfaultfd that has a waiter, as between two engines. No fault waits.
 fn second_reader() -> Result<Waits> {
     let (uffd, _) = Uffd::create(0)?;
     let waits_on = EventFlags::IN | EventFlags::ET;
@@ -142,7 +142,6 @@ fn second_reader() -> Result<Waits> {
     Ok(took)
 }
 
-/// Run one upgrade to its end.
 fn upgrade(socket: &Path, program: String) -> Result<UpgradeStat> {
     let client = Client::new(socket)?.retry_for(LONGEST);
     client.begin_upgrade(&UpgradeRequest { program: Some(program) })?;

@@ -2,7 +2,7 @@
 //!
 //! Before: `guest` was asked for a KVM guest. After: the bench has times that the guest's own clock measured.
 //! Threads: the vCPU's; it waits between its phases until it gets the order to continue.
-//! Units: an operation is the touch of one page, of which eight words are checked and, half of the time, written.
+//! Units: an operation is the touch of one page: it checks eight words and, half of the time, writes them.
 //! Promise: pages are touched once each, scattered by a stride; a wrong word makes the round an error.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -28,7 +28,6 @@ pub(crate) struct Vcpu {
 }
 
 impl Vcpu {
-    /// Attach RAM, fill it, and stop before the touches.
     pub(crate) fn start(config: &GuestConfig) -> Result<Self> {
         let mut spec = Spec::new(Workload::Sequential, PageCount(config.pages).bytes());
         spec.ops = config.pages;
@@ -70,7 +69,8 @@ impl Vcpu {
         let cpu_us = cpu::of_thread()? - cpu + elsewhere_us;
         let pages = match self.pager {
             Pager::Floor => pages,
-            // The kernel does not show swapped pages of a memory file as holes; the swap is ours alone.
+            // The kernel does not show swapped pages of a memory file as holes, so the use of the swap, ours alone,
+            // counts.
             Pager::Kernel => zram::used_pages()?.min(pages),
             _ => holes(self.vm.ram().memfd(), pages)?.len() as u64,
         };

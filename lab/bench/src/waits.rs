@@ -1,11 +1,10 @@
-//! Times of touches of many guests: counts by length, which can be added.
+//! Times of touches of many guests, as counts per class of length, which can be added.
 //!
 //! Before: a guest times each touch. After: the bench has percentiles over all guests.
 //! Threads: none. Units: nanoseconds. Promise: a percentile is at most 1/32 too long; the longest time is exact.
 
 use serde::{Deserialize, Serialize};
 
-/// Classes for each doubling of the length.
 const PER_DOUBLING: u64 = 32;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -39,7 +38,6 @@ impl Waits {
         self.worst_ns = self.worst_ns.max(ns);
     }
 
-    /// Add another guest's counts.
     pub(crate) fn merge(&mut self, other: &Self) {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);

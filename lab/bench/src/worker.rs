@@ -17,7 +17,6 @@ use crate::order::{Answer, Order, Role};
 /// The hidden subcommand that plays a role.
 pub const ROLE_COMMAND: &str = "bench-role";
 
-/// The command that runs this program in a role.
 pub fn command(role: &Role) -> Result<Command> {
     command_of(&std::env::current_exe().context("Finding this program's own file")?, role)
 }
@@ -31,10 +30,10 @@ fn command_of(program: &Path, role: &Role) -> Result<Command> {
 #[derive(Debug)]
 pub struct Worker {
     child: Child,
-    // Dropped with the worker: for the guard, the end of its input is the signal to restore everything.
+    // Closed with the worker: for the guard, the end of its input is the signal to restore everything.
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
-    /// It ends by itself when its input ends, and must not be killed.
+    /// The helper is the guard: it ends by itself when its input ends, and must not be killed.
     is_guard: bool,
 }
 
@@ -43,7 +42,7 @@ impl Worker {
         Self::run(role, command(role)?)
     }
 
-    /// The same from this copy of the program.
+    /// As [`Self::start`], from this copy of the program.
     pub fn start_as(program: &Path, role: &Role) -> Result<Self> {
         Self::run(role, command_of(program, role)?)
     }
@@ -64,7 +63,6 @@ impl Worker {
         self.child.id()
     }
 
-    /// Stop or continue it.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_raw(self.pid().cast_signed()).context("a helper has no process id")?;
         kill_process(pid, signal).context("Stopping or continuing a helper")
@@ -78,7 +76,6 @@ impl Worker {
         orders.write_all(&line).with_context(|| format!("Telling a helper of the bench: {order:?}"))
     }
 
-    /// Wait for the answer to the order given last.
     pub fn answer(&mut self) -> Result<Answer> {
         let mut line = String::new();
         self.answers.read_line(&mut line).context("Reading a helper's answer")?;
@@ -91,7 +88,6 @@ impl Worker {
         }
     }
 
-    /// Give an order and wait for its answer.
     pub fn ask(&mut self, order: &Order) -> Result<Answer> {
         self.tell(order)?;
         self.answer()

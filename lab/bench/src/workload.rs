@@ -31,7 +31,7 @@ pub(crate) struct Runner {
 }
 
 struct Running {
-    /// Gets a message when every word was compared once more after the run.
+    /// Gets a message after the final comparison of every word.
     verified: Receiver<()>,
     /// Gets the reason for the end.
     ended: Receiver<String>,
@@ -52,7 +52,6 @@ impl Runner {
         Ok(self.vm.insert(Arc::new(Vm::new(&spec, self.config.kind)?)).clone())
     }
 
-    /// Fill the VM's memory and let it run.
     pub(crate) fn fill(&mut self) -> Result<Answer> {
         ensure!(self.running.is_none(), "the VM has started already");
         let vm = self.vm()?;
@@ -75,7 +74,7 @@ impl Runner {
         Ok(Answer::Filled { ram: Some(ram) })
     }
 
-    /// Attach the VM: from now on the daemon may take its memory.
+    /// Attaches the VM: from now on the daemon may take its memory.
     pub(crate) fn attach(&mut self) -> Result<Answer> {
         ensure!(matches!(self.config.backing, Backing::Ballast { .. }), "this VM's memory is not for a ballastd");
         ensure!(self.pager.is_none(), "the VM is attached already");
@@ -100,13 +99,12 @@ impl Runner {
         Ok(Answer::Sliced { ops: after.ops - before.ops, wall_us, cpu_us: cpu::of_process()? - cpu_us })
     }
 
-    /// Set its rounds of computing before each operation.
     pub(crate) fn think(&self, rounds: u64) -> Result<Answer> {
         self.running()?.0.think(rounds);
         Ok(Answer::Done)
     }
 
-    /// End the run and compare every word of RAM. Nothing runs afterwards.
+    /// Ends the run and compares every word of RAM.
     pub(crate) fn verify(&mut self) -> Result<Answer> {
         let (vm, running) = self.running()?;
         vm.stop();

@@ -1,4 +1,4 @@
-//! `ballast bench` as a script runs it: its rows have their keys, and the machine is as it was, however the bench ends.
+//! `ballast bench` as a script runs it: rows have their keys, and the machine is as before, even after a kill.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const BENCH: &str = env!("CARGO_BIN_EXE_ballast-bench");
 
-/// Returns true, and says what is missing, if something is missing that every bench needs.
+/// Returns true, and prints a skip, if something is missing that every bench needs.
 fn no_bench() -> bool {
     let (needs, why) = if !rustix::process::geteuid().is_root() {
         ("root", "this user is not root")
@@ -28,7 +28,7 @@ fn no_bench() -> bool {
 }
 
 /// The settings of the machine that a bench may change. They are read while no bench runs: each bench holds this lock
-/// as long as anything is changed. The used part of a swap is left out: an active one of the host changes meanwhile.
+/// as long as it has changed a setting. The used part of a swap is left out, because the host may use its swap.
 fn machine() -> String {
     let lock = File::open("/sys/block").expect("sysfs");
     flock(&lock, FlockOperation::LockExclusive).expect("lock");
@@ -40,7 +40,6 @@ fn machine() -> String {
     settings + &names.collect::<Vec<_>>().join(" ")
 }
 
-/// The rows of a bench with `--quick`.
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let dir = tempfile::tempdir().expect("a directory");
     let mut bench = Command::new(BENCH);
@@ -48,14 +47,14 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
     let output = bench.output().expect("start ballast-bench");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{arguments:?}: {said}");
-    // No terminal, so nothing to draw with.
+    // The output is not a terminal, so it has no control sequences.
     assert!(!said.contains('\x1b'), "{said}");
     let left: Vec<_> = std::fs::read_dir(dir.path()).expect("read").flatten().map(|entry| entry.file_name()).collect();
     assert!(left.is_empty(), "{arguments:?} left {left:?}");
     let text = String::from_utf8_lossy(&output.stdout);
     let rows: Vec<Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect();
-    // A bench announces each row that it measures. It says at once what cannot be measured.
+    // A bench announces each row that it measures, and reports at once what cannot be measured.
     let has_figure = |row: &Value| row.as_object().is_some_and(|row| row.values().any(Value::is_f64));
     let announced = said.lines().any(|line| line.starts_with(&format!("ballast bench: {}, ", arguments[0])));
     assert!(announced || !rows.iter().any(has_figure), "{said}");
@@ -132,7 +131,7 @@ fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
         let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", bench.id())).unwrap_or_default();
         text.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>()
     };
-    // Guard, keeper, and a guest or more: it is in the middle of its work. It waits for the benches of all other tests.
+    // Guard, keeper, and a guest or more: the bench is at work. It waits for the benches of all other tests.
     let start = Instant::now();
     while owned().len() < 4 {
         assert!(start.elapsed() < Duration::from_secs(1200), "the bench starts no guests");
@@ -141,7 +140,7 @@ fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
     let children = owned();
     bench.kill().expect("kill");
     bench.wait().expect("reap");
-    // Its helpers hold the other end until the last of them has ended.
+    // The helpers of the bench hold the other end until the last of them has ended.
     bench.stdout.take().expect("piped").read_to_end(&mut Vec::new()).expect("read to the end");
     assert_eq!(machine(), before);
     let alive = |pid: &u32| {

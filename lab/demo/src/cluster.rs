@@ -1,7 +1,7 @@
 //! `ballast demo --cluster`: a VM's cold memory on a cluster of six servers, one of which is killed in the middle.
 //!
-//! Before: `scripts/valkey.sh` unpacked a server, and the guest image is there. After: a small table; every process it
-//! started has ended. Threads: one that kills. Units: MiB in the table.
+//! Before: `scripts/valkey.sh` unpacked a server, and the guest image is there. After: a small table; every process
+//! that the demo started has ended. Threads: one that kills. Units: MiB in the table.
 //! Promise: every figure is measured in this run; *bytes lost* comes from comparing every byte of every key.
 
 use std::time::{Duration, Instant};
@@ -18,7 +18,6 @@ use crate::guest::{each, throughput};
 use crate::host::{BOOT_TIMEOUT, DemoArgs, Host, LIMIT_TIMEOUT, Missing, VALUE};
 use crate::report::{mib, print_table};
 
-/// Run it.
 pub(super) fn run(args: &DemoArgs) -> Result<()> {
     if let Some(why) = valkey_missing() {
         return Err(Missing(why).into());
@@ -99,7 +98,6 @@ pub(super) fn run(args: &DemoArgs) -> Result<()> {
     Ok(())
 }
 
-/// Wait until most far pages are in the cluster alone.
 fn wait_until_there(host: &Host, name: &str) -> Result<VmStat> {
     until("most far pages are not in the cluster", LIMIT_TIMEOUT, || {
         let is_there = |stat: &VmStat| stat.far_remote_bytes > 0 && stat.far_remote_bytes * 10 >= stat.far_bytes * 8;

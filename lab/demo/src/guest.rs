@@ -24,7 +24,6 @@ pub fn each<T: Send>(guests: &mut [Guest], work: impl Fn(&mut Guest) -> Result<T
     })
 }
 
-/// Operations per second of each guest while all guests work. Every value that is read is compared.
 pub fn throughput(guests: &mut [Guest], mix: &Mix) -> Result<Vec<f64>> {
     each(guests, |guest| {
         let done = load::throughput(guest.qemu.redis_addr(), &mut guest.data, mix)?;

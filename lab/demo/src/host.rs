@@ -52,7 +52,6 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// The demo's ballastd.
 pub(crate) struct Host(Daemon);
 
 impl Host {
@@ -70,13 +69,13 @@ impl Host {
         Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
     }
 
-    /// Boot a guest as anybody would, without Ballast: private memory, no library.
+    /// Boots a guest without Ballast: private memory, no library.
     pub(crate) fn boot_plain(&self, name: &str, memory: Bytes) -> Result<Guest> {
         let qemu = QemuGuest::builder().name(name).memory(memory).shared_memory(false).spawn()?;
         Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
     }
 
-    /// Adopt it while it runs.
+    /// Adopts a guest while it runs.
     pub(crate) fn adopt(&self, guest: &Guest) -> Result<()> {
         let request = AdoptRequest { pid: Some(guest.qemu.pid()), ..AdoptRequest::default() };
         self.api().adopt(&request).with_context(|| format!("Adopting {}", guest.name)).map(drop)

@@ -29,10 +29,9 @@ use report::{Report, VmReport};
 
 pub use host::{DemoArgs, Missing};
 
-/// The guest that is adopted.
 const PLAIN: &str = "demo-plain";
 
-/// A figure that only the pager has.
+/// A figure that only VMs of the pager have.
 fn of_pager(vm: &VmStat, figure: f64) -> Option<f64> {
     (vm.kind == VmKind::Paged).then_some(figure)
 }
@@ -49,7 +48,7 @@ pub fn run(args: DemoArgs) -> Result<()> {
     }
     let start = Instant::now();
     let say = |text: &str| println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
-    // Dropped last: its pages must be back by then.
+    // Dropped last: the pages in swap must be back by then.
     let swap = Swap::new("4G");
     let host = Host::with_settings("")?;
     let keys = (args.data.0 as usize / VALUE).max(1);

@@ -11,12 +11,10 @@ pub struct HostMemory {
     pub available: u64,
     /// `Shmem`. It counts guest RAM and the arenas of the store.
     pub shmem: u64,
-    /// RAM that zram devices take for what is on them.
     pub zram: u64,
 }
 
 impl HostMemory {
-    /// Read it from `/proc/meminfo` and `/proc/zoneinfo`.
     pub fn now() -> Result<Self> {
         let field = |key| meminfo::bytes(key).with_context(|| format!("/proc/meminfo has no {key}"));
         let zones = std::fs::read_to_string("/proc/zoneinfo").context("Reading /proc/zoneinfo")?;
@@ -25,7 +23,7 @@ impl HostMemory {
     }
 }
 
-/// RAM of all zram devices: the third number of each one's `mm_stat`.
+/// RAM of all zram devices: the third number of each `mm_stat`.
 fn zram() -> u64 {
     let devices = std::fs::read_dir("/sys/block").into_iter().flatten().flatten();
     let stats = devices.filter_map(|device| std::fs::read_to_string(device.path().join("mm_stat")).ok());
@@ -38,7 +36,6 @@ fn on_cpu_lists(zoneinfo: &str) -> u64 {
     counts.filter_map(|count| count.trim().parse::<u64>().ok()).sum()
 }
 
-/// Send SIGKILL to the engine.
 pub fn kill(pid: u32) -> Result<()> {
     let pid = rustix::process::Pid::from_raw(pid as i32).context("the engine has no pid")?;
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("Killing the engine")

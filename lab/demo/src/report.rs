@@ -5,7 +5,6 @@ use ballast_base::Bytes;
 use ballast_base::units::MIB;
 use comfy_table::{CellAlignment, Table, presets};
 
-/// The figures of one VM.
 #[derive(Debug)]
 pub struct VmReport {
     pub vm: String,
@@ -20,18 +19,17 @@ pub struct VmReport {
     pub faults: u64,
     /// `None` where the kernel restores.
     pub restore_us_p50: Option<f64>,
-    /// The same.
+    /// `None` where the kernel restores.
     pub restore_us_p99: Option<f64>,
     pub keys: u64,
     pub keys_verified: u64,
     pub bytes_lost: u64,
 }
 
-/// The figures of the whole demo.
 #[derive(Debug)]
 pub struct Report {
     pub vms: Vec<VmReport>,
-    /// Freed memory as the table has it: resident bytes before - after, minus the bytes of the store.
+    /// Freed memory as in the table: resident bytes before - after, minus the bytes of the store.
     pub freed_claimed_bytes: u64,
     /// Freed memory as the kernel counts it: the growth of MemAvailable and of the free pages on per-CPU lists.
     pub freed_measured_bytes: u64,
@@ -52,12 +50,10 @@ pub fn freed(before: &[VmStat], after: &[VmStat]) -> u64 {
 }
 
 impl Report {
-    /// Bytes lost in all VMs.
     pub fn bytes_lost(&self) -> u64 {
         self.vms.iter().map(|vm| vm.bytes_lost).sum()
     }
 
-    /// Print it to stdout.
     pub fn print(&self) {
         let header = [
             "VM",
@@ -112,17 +108,15 @@ impl Report {
     }
 }
 
-/// Microseconds, if there is such a figure.
 fn micros(value: Option<f64>) -> String {
     value.map_or("-".into(), |us| format!("{us:.1}"))
 }
 
-/// Whole MiB.
 pub fn mib(bytes: u64) -> String {
     (bytes / MIB).to_string()
 }
 
-/// Print a table with a row for each VM; its first column is the name.
+/// Prints a table with a row for each VM, whose first column is the name.
 pub fn print_table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) {
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY);

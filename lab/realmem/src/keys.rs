@@ -1,8 +1,8 @@
-//! Which key a request names, and whether it is a write.
+//! The key that a request names, and whether the request is a write.
 //!
-//! Before: a load has a number of keys. After: an endless sequence of requests, equal for equal seeds.
-//! Threads: the load's. Units: keys; a request is one step. Promise: `Repeat` begins the very sequence again, writes
-//! included, after [`PERIOD`] requests.
+//! Before: a load has a number of keys. After: an endless sequence of requests, equal for equal seeds. Threads: the
+//! load's. Units: keys; a request is one step. Promise: `Repeat` begins the same sequence again, with its writes, after
+//! [`PERIOD`] requests.
 //!
 //! Keys follow Zipf's law with an exponent of 0.99, the law of YCSB, by the inversion of Gray et al., *Quickly
 //! Generating Billion-Record Synthetic Databases* (SIGMOD 1994), section 3.2. Ranks are scattered over the keys, so
@@ -12,7 +12,7 @@ use ballast_testkit::random::Random;
 
 /// Requests after which [`Sequence::Repeat`] begins again: some 4 s of a server at full speed.
 pub const PERIOD: u64 = 1_500_000;
-/// Requests after which the popular keys of [`Sequence::Moving`] are others: some 60 s.
+/// Requests after which other keys of [`Sequence::Moving`] are popular: some 60 s.
 pub const MOVE_EVERY: u64 = 24_000_000;
 /// One request in this number is a write.
 const WRITE_EVERY: u64 = 20;
@@ -65,7 +65,6 @@ pub struct Keys {
     random: Random,
     /// The key of each rank.
     of_rank: Vec<u32>,
-    /// Constants of the inversion.
     zeta: f64,
     alpha: f64,
     eta: f64,

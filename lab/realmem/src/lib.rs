@@ -1,12 +1,12 @@
-//! Real programs of the distribution as native guests: how fast are they while most of their memory is far?
+//! Real programs of the distribution as native guests: their speed while most of their memory is far.
 //!
 //! Before: `scripts/real-programs.sh` has unpacked the programs, and `ballast bench real` has started a daemon. After:
 //! each window of the load has its speed, its latencies, and the number of wrong bytes.
 //! Threads: the program has its own; the load is the caller's thread. Units: in the names.
-//! Promise: every byte that the program returns is compared with what it was given.
+//! Promise: every byte that the program returns is compared with the byte that was written.
 //!
 //! A synthetic guest touches pages in a loop whose code stays in the CPU's caches. A real program evicts the engine's
-//! code and data from them between two faults, has values that lie across two pages, and an allocator that moves them.
+//! code and data from them between two faults, has values that span two pages, and has an allocator that moves values.
 //!
 //! | File | What it has |
 //! |---|---|

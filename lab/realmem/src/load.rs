@@ -4,10 +4,10 @@
 //! Threads: the caller's, which stays on [`LOAD_CPU`]. Units: requests, microseconds.
 //! Promise: a value of another key or version than the last one written is a wrong value, and so is a missing one.
 //!
-//! [`DEPTH`] requests are sent at once, and then the replies of the batch before are read, on another connection: so
+//! [`DEPTH`] requests are sent at once, and then the replies to the previous batch are read, on another connection: so
 //! the server always has work. A load that waits for each reply measures how soon the kernel wakes two processes (6,000
-//! or 25,000 requests a second, by the placement of the threads), and so do two connections: the server then has a
-//! third of its CPU left. A key belongs to one connection, so each read has one right answer.
+//! or 25,000 requests a second, by the placement of the threads). With two connections only, the server has a third of
+//! its CPU left. A key belongs to one connection, so each read has one right answer.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -21,7 +21,6 @@ use crate::server::{LOAD_CPU, Server, stay_on};
 
 /// Requests under way at a time on each of [`CONNECTIONS`].
 pub const DEPTH: usize = 16;
-/// Connections.
 const CONNECTIONS: usize = 8;
 
 /// A load on one server.
@@ -30,24 +29,23 @@ pub struct Load {
     connections: Vec<Connection>,
     protocol: Protocol,
     keys: Keys,
-    /// The number of writes of each key.
     versions: Vec<u32>,
     out: Vec<u8>,
 }
 
-/// A connection, and what is under way on it.
+/// A connection, and the requests under way on it.
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
-    /// Requests that are to be sent.
+    /// Requests of the next batch.
     next: Vec<Request>,
-    /// Requests that were sent, with the version that each must find, and when.
+    /// Requests that were sent, with the version that each must find, and the time of sending.
     sent: Vec<(Request, u32)>,
     at: Instant,
     buffer: Vec<u8>,
 }
 
-/// What the load met in one interval.
+/// The results of one interval.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
     /// Requests a second.
@@ -101,8 +99,8 @@ impl Load {
         Ok(window)
     }
 
-    /// Sends this many requests, and adds the microseconds of each [`DEPTH`] of them. Returns the number of wrong
-    /// values.
+    /// Sends this many requests, and adds the microseconds of each [`DEPTH`] of them. Returns how many values were
+    /// wrong.
     pub fn burst(&mut self, requests: u32, took: &mut Vec<f64>) -> Result<u64> {
         let mut wrong = 0;
         for _ in 0..requests {
@@ -139,7 +137,7 @@ impl Load {
         Ok(wrong)
     }
 
-    /// Sends what is left and reads all replies.
+    /// Sends the incomplete batches and reads all replies.
     fn finish(&mut self, took: &mut Vec<f64>) -> Result<u64> {
         let mut wrong = 0;
         for at in 0..CONNECTIONS {
@@ -150,7 +148,6 @@ impl Load {
         Ok(wrong)
     }
 
-    /// Sends the next batch of a connection.
     fn send(&mut self, at: usize) -> Result<()> {
         let mut value = [0; VALUE];
         let connection = &mut self.connections[at];

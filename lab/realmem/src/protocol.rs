@@ -1,8 +1,8 @@
 //! The requests and replies of Redis (RESP2) and memcached (its text protocol).
 //!
 //! Before: a load wants to read or write a key. After: bytes for the socket, and a value that was checked in place.
-//! Threads: the load's. Units: bytes. Promise: a reply that is not whole yet is no error; any other text than a value
-//! or the confirmation of a write is one, with the text.
+//! Threads: the load's. Units: bytes. Promise: a reply that is not complete yet is no error; text that is neither a
+//! value nor the confirmation of a write is an error with this text.
 
 use std::io::Write as _;
 
@@ -32,8 +32,7 @@ pub enum Reply<'a> {
     Missing,
 }
 
-/// Fills the value that a key has after this many writes: half of it random, half of it text, so that it compresses to
-/// about half.
+/// Fills in the value of a key after this many writes: half random, half text, so that it compresses to about half.
 pub fn fill(value: &mut [u8; VALUE], key: u32, version: u32) {
     let seed = u64::from(key) << 32 | u64::from(version);
     let mut random = Random(seed);
@@ -47,7 +46,6 @@ pub fn fill(value: &mut [u8; VALUE], key: u32, version: u32) {
 impl Protocol {
     /// Appends the request for the value of a key.
     pub fn get(self, to: &mut Vec<u8>, key: u32) {
-        // Writing to a Vec cannot fail.
         let _ = match self {
             Self::Redis => write!(to, "*2\r\n$3\r\nGET\r\n$12\r\nkey:{key:08}\r\n"),
             Self::Memcached => write!(to, "get key:{key:08}\r\n"),
@@ -64,7 +62,7 @@ impl Protocol {
         to.extend_from_slice(b"\r\n");
     }
 
-    /// Parses the reply at the beginning of `bytes`; returns it and its length, or `None` if it is not whole.
+    /// Parses the reply at the beginning of `bytes`; returns it and its length, or `None` if it is not complete.
     pub fn reply(self, bytes: &[u8]) -> Result<Option<(Reply<'_>, usize)>> {
         let Some(end) = bytes.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
         let (line, from) = (&bytes[..end], end + 2);

@@ -16,30 +16,29 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::protocol::Protocol;
 
-/// The preload library, as a file: for a program with an allocator of its own, and for one with the C library's.
+/// The preload library, as a file: for a program with its own allocator, and for a program with the C library's.
 pub(crate) const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
 pub(crate) const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
-/// The dynamic loader, which runs a program with libraries that are elsewhere.
+/// The dynamic loader: it runs a program with libraries in another place.
 const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
-/// Memory of the memfd in MiB: more than any of the programs needs, since it is sparse.
+/// Size of the memfd in MiB: more than any program needs, since the memfd is sparse.
 pub const MEMFD_MIB: u64 = 4096;
-/// Longest time until a server listens.
 const START: Duration = Duration::from_secs(20);
 /// The CPU of the server. The load has [`LOAD_CPU`].
 pub const SERVER_CPU: usize = 0;
 /// The CPU of the load.
 pub const LOAD_CPU: usize = 1;
 
-/// Where the large memory of a server is.
+/// The place of a server's large memory.
 #[derive(Clone, Debug)]
 pub enum Memory {
     /// Where the program puts it: private, anonymous.
     Private,
-    /// Where it puts it, in 2 MiB pages: jemalloc asks the kernel for them.
+    /// As `Private`, in 2 MiB pages: jemalloc asks the kernel for them.
     Huge,
     /// In a shared memfd.
     Shared,
-    /// In one private mapping, as a VMM has it that runs without Ballast.
+    /// In one private mapping, as in a VMM that runs without Ballast.
     Mapping,
     /// In one private mapping of a process that looks like a VMM (Firecracker), so that a daemon can adopt it.
     Vmm,
@@ -68,7 +67,7 @@ pub(crate) fn programs() -> PathBuf {
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/real"), PathBuf::from)
 }
 
-/// Why no server can run here, if so.
+/// The reason why no server can run here, if there is one.
 pub fn missing(protocol: Protocol) -> Option<String> {
     let program = programs().join("bin").join(program_of(protocol));
     (!program.exists()).then(|| format!("there is no {} (scripts/real-programs.sh gets it)", program.display()))
@@ -166,7 +165,7 @@ pub(crate) fn command(program: &Path, dir: &Path, memory: &Memory, library: &[u8
     Ok(command)
 }
 
-/// The calling thread stays on this CPU.
+/// Keeps the calling thread on this CPU.
 pub fn stay_on(cpu: usize) -> rustix::io::Result<()> {
     let mut here = CpuSet::new();
     here.set(cpu);

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Client;
 use ballast_sys::program;
 
-/// Ask again and again until there is something; an error after this time.
+/// Calls `find` repeatedly until it returns a value. Fails after `timeout`.
 pub fn until<T>(what: &str, timeout: Duration, mut find: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let start = Instant::now();
     loop {
@@ -24,7 +24,7 @@ pub fn until<T>(what: &str, timeout: Duration, mut find: impl FnMut() -> Result<
     }
 }
 
-/// Time that the daemon may take for a small thing.
+/// Time that the daemon may take for a simple step.
 const SOON: Duration = Duration::from_secs(10);
 
 /// A running daemon.
@@ -96,7 +96,7 @@ impl Daemon {
         self.dir().join("attach.sock")
     }
 
-    /// The words before those of a QEMU that becomes a VM of this name, by `ballast run` with these options.
+    /// The command line before that of a QEMU that becomes a VM of this name, by `ballast run` with these options.
     pub fn run_words(&self, name: &str, options: &[&str]) -> Result<Vec<String>> {
         let ballast = program::find("ballast").context("Finding what starts QEMU")?;
         let [ballast, socket] = [ballast, self.attach_socket()].map(|path| path.to_string_lossy().into_owned());
@@ -119,7 +119,6 @@ fn find() -> Result<PathBuf> {
     program::find("ballastd").context("Finding the daemon")
 }
 
-/// Start a keeper whose settings, log and sockets are in this directory.
 fn spawn_keeper(ballastd: &Path, dir: &Path) -> Result<Child> {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("ballastd.log"));
     Command::new(ballastd)

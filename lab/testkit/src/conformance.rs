@@ -15,14 +15,13 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 
 use crate::pages;
 
-/// Check every promise of a [`NearStore`]. `make` returns a new, empty store each time, with a budget of its own of 1
-/// to 64 MiB (the check of `Full` fills it).
+/// Check every promise of a [`NearStore`]. Each time, `make` returns an empty store with its own budget of 1 to 64 MiB.
 pub fn run_near(make: &dyn Fn() -> Box<dyn NearStore>) {
     run(&|| make());
     a_page_is_known_by_its_form(&*make());
 }
 
-/// The same of a [`SlowStore`].
+/// Check every promise of a [`SlowStore`].
 pub fn run_slow(make: &dyn Fn() -> Box<dyn SlowStore>) {
     run(&|| make());
     a_page_that_was_begun_comes_back_or_is_busy(&*make());
@@ -57,7 +56,7 @@ fn stored(store: &dyn Store, key: PageKey, bytes: &PageBytes) -> Handle {
 /// Tries of a get. A store may be busy: its disk or its nodes have other work.
 const TRIES: usize = 100;
 
-/// The outcome, with the bytes if they were found; asked for again while the store is busy.
+/// The outcome of a get, with the bytes if they were found. Repeats the get while the store is busy.
 fn ask(store: &dyn Store, key: PageKey, handle: Handle) -> Result<Box<PageBytes>, GetOutcome> {
     let mut out = Box::new([0x5a; PAGE_SIZE]);
     match (0..TRIES)
@@ -89,7 +88,7 @@ fn must_be_empty(store: &dyn Store, bytes_when_new: u64) {
     assert_eq!(usage.bytes, bytes_when_new, "everything was freed and bytes are left: {usage:?}");
 }
 
-/// A page that is the same 32 bits throughout may live in its handle alone.
+/// Does the page repeat one word of 32 bits? Such a page may be in its handle alone.
 fn is_same_filled(bytes: &PageBytes) -> bool {
     bytes[4..] == bytes[..PAGE_SIZE - 4]
 }
@@ -163,7 +162,7 @@ fn a_page_that_was_begun_comes_back_or_is_busy(store: &dyn SlowStore) {
             let out = (0..TRIES).find_map(|_| begun(page, *handle));
             assert!(out.is_none_or(|out| out == *bytes), "page {page} came with other bytes than were put");
         }
-        // Of those that are under way, too.
+        // A get, and a free, while a read of the page is under way.
         store.begin(key(0, page), *handle, &|_| ());
         must_hold(store, key(0, page), *handle, bytes);
         store.begin(key(0, page), *handle, &|_| ());
@@ -193,7 +192,7 @@ fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
     for (page, (handle, bytes)) in (1000..).zip(handles.iter().zip(&content)) {
         must_hold(store, key(2, page), *handle, bytes);
     }
-    // Every third page is freed. The run is read all the same, and the other pages must not be shifted.
+    // Every third page is freed. The whole run is read, and the other pages must not be shifted.
     let gone = |index: usize| index.is_multiple_of(3);
     for index in (0..handles.len()).filter(|index| gone(*index)) {
         store.free(key(2, 1000 + index as u64), handles[index]);
@@ -248,7 +247,6 @@ fn a_freed_handle_never_answers_with_another_pages_bytes(store: &dyn Store) {
     let bytes = pages::half_compressible(0);
     let stale = stored(store, own, &bytes);
     store.free(own, stale);
-    // Other pages use the freed space, again and again.
     for page in 1..200 {
         let other = pages::half_compressible(page);
         let handle = stored(store, key(0, page), &other);

@@ -1,4 +1,4 @@
-//! Faults on command: a store around a store that refuses, stalls, loses and corrupts exactly when it is told to.
+//! Faults on command: a store around another store, which refuses, stalls, loses and corrupts as it is told.
 //!
 //! Before: a test of the pager holds the [`Faults`]. After: the pager meets them through the plain [`Store`] trait.
 //! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
@@ -20,14 +20,13 @@ use ballast_base::store::{
 /// How a put fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutFault {
-    /// It returns [`PutOutcome::Full`].
+    /// The put returns [`PutOutcome::Full`].
     Full,
-    /// It returns [`PutOutcome::Busy`].
+    /// The put returns [`PutOutcome::Busy`].
     Busy,
 }
 
-/// The knobs of a [`FaultyStore`]. Several faults may be set; a call meets the stall first, then the first of: busy,
-/// lost, corrupt.
+/// The settings of a [`FaultyStore`]. Of several faults a call meets the stall first, then busy, lost, or corrupt.
 #[derive(Debug, Default)]
 pub struct Faults {
     script: Mutex<Script>,
@@ -45,7 +44,7 @@ struct Script {
     lost_keys: HashSet<PageKey>,
     /// Gets of pages before this one return `Busy`.
     busy_below: PageIdx,
-    /// How often a get returned `Busy`.
+    /// Number of gets of each page that returned `Busy`.
     refused: HashMap<PageKey, u64>,
     stall_puts: bool,
     stall_gets: bool,
@@ -66,7 +65,7 @@ pub struct Calls {
     pub frees: u64,
 }
 
-/// Use up one of `left`; returns true if there was one.
+/// Uses up one of `left`; returns false if none is left.
 fn spend(left: &mut u64) -> bool {
     let had = *left > 0;
     *left -= u64::from(had);
@@ -93,13 +92,12 @@ impl Faults {
         self.lock().busy_gets = n;
     }
 
-    /// Gets of pages before this one return `Busy` from now on, and no others.
+    /// From now on, gets of pages before this one return `Busy`, and no others.
     pub fn busy_below(&self, page: PageIdx) {
         self.lock().busy_below = page;
     }
 
-    /// The next `n` gets lose their object: they return `Absent`, and so does every later get of that key until it is
-    /// freed.
+    /// The next `n` gets lose their object: these and later gets of that key return `Absent` until it is freed.
     pub fn lose(&self, n: u64) {
         self.lock().lose = n;
     }
@@ -119,7 +117,7 @@ impl Faults {
         self.lock().stall_gets = true;
     }
 
-    /// Let every waiting call go on, and no call wait any more.
+    /// Lets every waiting call continue. From now on no call waits.
     pub fn release(&self) {
         let mut script = self.lock();
         (script.stall_puts, script.stall_gets) = (false, false);
@@ -136,18 +134,17 @@ impl Faults {
         assert!(!result.timed_out(), "{stalled} calls wait in a stall, not {n}");
     }
 
-    /// How many calls the store has seen.
+    /// The calls that the store has received.
     pub fn calls(&self) -> Calls {
         self.lock().calls
     }
 
-    /// How many pages gets returned `Busy` for, and how often for that with the most.
+    /// The number of pages for which a get returned `Busy`, and the largest number of such gets of one page.
     pub fn refused(&self) -> (usize, u64) {
         let script = self.lock();
         (script.refused.len(), script.refused.values().copied().max().unwrap_or(0))
     }
 
-    /// Wait while `stalls` says so.
     fn pass_stall(&self, stalls: fn(&Script) -> bool) -> MutexGuard<'_, Script> {
         let mut script = self.lock();
         if stalls(&script) {
@@ -206,7 +203,7 @@ pub struct FaultyStore<S> {
 }
 
 impl<S: Store> FaultyStore<S> {
-    /// `inner`, with no fault set; the second value sets faults.
+    /// A store without faults around `inner`; the second value sets faults.
     pub fn new(inner: S) -> (Self, Arc<Faults>) {
         let faults = Arc::new(Faults::default());
         (Self { inner, faults: Arc::clone(&faults) }, faults)

@@ -1,10 +1,10 @@
 //! The code that tests of several crates share. No product crate links it.
 //!
 //! Before: a test tried something and was refused. After: [`skip`] prints a line that `scripts/test.sh` counts, or the
-//! test fails. Beside that: [`program`] makes executable files and [`random`] numbers that follow from a seed.
+//! test fails. Other parts: [`program`] makes executable files and [`random`] makes numbers from a seed.
 //! [`conformance`] has the checks that every store must pass. [`NullStore`] is the simplest correct store,
-//! [`FaultyStore`] makes any store fail on command, [`pages`] makes pages of known content, [`published`] is a
-//! rule to compare with, and [`swap`] is swap that is there for a test, as [`PoolLoan`] has huge pages.
+//! [`FaultyStore`] makes any store fail on command, [`pages`] makes pages of known content, [`published`] is a rule for
+//! comparisons, and [`swap`] and [`PoolLoan`] provide swap and huge pages for a test.
 //! Threads: none of its own. Units: none; a need is one word, like `uffd`, `kvm` or `root`.
 //! Promise: a need that the variable `REQUIRE` names (`REQUIRE=kvm,qemu`) is never skipped: the test fails.
 
@@ -26,7 +26,7 @@ pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use null::NullStore;
 pub use pool_loan::PoolLoan;
 
-/// Say `SKIP` and why; the caller returns, or goes on with what stands in. Fails the test if `REQUIRE` names the need.
+/// Prints `SKIP` and the reason; the caller returns, or uses a substitute. Fails if `REQUIRE` names the need.
 #[track_caller]
 pub fn skip(needs: &str, why: impl Display) {
     let required = std::env::var("REQUIRE").unwrap_or_default();
@@ -34,7 +34,7 @@ pub fn skip(needs: &str, why: impl Display) {
     println!("SKIP needs={needs}: {why}");
 }
 
-/// Is there a reason why something is missing? Then [`skip`] and answer true.
+/// If there is a reason why something is missing, calls [`skip`] and returns true.
 #[track_caller]
 pub fn missing(needs: &str, why: Option<impl Display>) -> bool {
     let Some(why) = why else { return false };
@@ -42,7 +42,7 @@ pub fn missing(needs: &str, why: Option<impl Display>) -> bool {
     true
 }
 
-/// Is the need one of these words with commas between them?
+/// Is the need one of these words, which commas separate?
 fn names(required: &str, needs: &str) -> bool {
     required.split(',').any(|word| word.trim() == needs)
 }

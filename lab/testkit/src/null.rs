@@ -1,4 +1,4 @@
-//! The null store: the simplest store that keeps the promise, a map in this process.
+//! The null store: the simplest store that keeps the promises, a map in this process.
 //!
 //! Before: a test needs a store. After: the test runs with a store that cannot fail; with `FaultyStore` around it,
 //! every failure comes on command.
@@ -16,7 +16,7 @@ use ballast_base::store::{
     Store, StoreUsage,
 };
 
-/// A store that is a map. See the module's first lines.
+/// A store that is a map.
 #[derive(Debug)]
 pub struct NullStore {
     budget: Bytes,

@@ -1,8 +1,7 @@
 //! Huge pages for a test, or a bench.
 //!
-//! Before: the host has too few. After: it has more, while a [`PoolLoan`] lives.
-//! Threads: any; several test programs may have a loan at once. Units: huge pages of 2 MiB.
-//! Promise: the host's number is as before in the end.
+//! Before: the host has too few. After: it has more while a [`PoolLoan`] exists. Threads: any; several test programs
+//! may have a loan at once. Units: huge pages of 2 MiB. Promise: at the end the host's number is as before.
 
 use std::fs::File;
 use std::io;
@@ -16,11 +15,10 @@ pub struct PoolLoan {
 }
 
 impl PoolLoan {
-    /// File with the number of pages that the pool has reserved.
     const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
     /// File with the number of pages that the pool may take from the host beyond those.
     const SURPLUS: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
-    /// As in `ballast_sys::hugetlb`.
+    /// The lock file of `ballast_sys::hugetlb`.
     const LOCK: &str = "/run/ballast-hugepages.lock";
 
     /// Let the pool take `pages` more as they are touched. They return to the host as they are freed.
@@ -46,12 +44,12 @@ impl PoolLoan {
         std::fs::read_to_string(setting)?.trim().parse().map_err(io::Error::other)
     }
 
-    /// Returns how much more it is now: the kernel reserves as many pages as it can.
+    /// Changes the number in a file. Returns its growth: the kernel reserves as many pages as it can.
     fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<u64> {
-        // A user that may not change it is told so, not that there is a lock.
+        // A user without permission gets this error, and not that of the lock file.
         File::options().write(true).open(setting)?;
         let _lock = match File::options().write(true).create(true).truncate(false).mode(0o600).open(Self::LOCK) {
-            // A machine of one program alone may have no /run.
+            // A machine that runs only this program may have no /run.
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             lock => {
                 let lock = lock?;

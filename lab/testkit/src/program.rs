@@ -1,13 +1,13 @@
 //! Programs that a test makes and runs.
 //!
 //! Before: a program elsewhere, or the text of a script. After: a file that can be executed at once.
-//! Threads: any. Promise: this process never has the file open for writing. If it had, so might a child of another
-//! test, between its fork and its exec, and the kernel executes no such file.
+//! Threads: any. Promise: this process never has the file open for writing. Otherwise a child of another test could
+//! have it open between fork and exec, and the kernel does not execute such a file.
 
 use std::path::Path;
 use std::process::{Child, Command};
 
-/// A child that ends with this.
+/// A child process that is killed when this is dropped.
 #[derive(Debug)]
 pub struct Ends(pub Child);
 
@@ -24,7 +24,7 @@ pub fn install(from: &Path, to: &Path) {
     assert!(done.success(), "{} is not copied to {}", from.display(), to.display());
 }
 
-/// Make a program of this shell script, which needs no first line.
+/// Makes a program of this shell script, without a first line (`#!`).
 pub fn install_script(to: &Path, text: &str) {
     let script = r#"printf '%s\n' '#!/bin/sh' "$2" >"$1" && chmod 755 "$1""#;
     let done = Command::new("sh").args(["-c", script, "sh"]).arg(to).arg(text).status().expect("run sh");

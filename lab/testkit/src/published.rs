@@ -2,9 +2,9 @@
 //! more accesses than both of its neighbours.
 //!
 //! Before: samples, by address. After: ranges. The paper leaves some points open; here the two roots are neighbours, a
-//! side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper also keeps the time
-//! of a range's last access, but decides nothing by it, so it is not kept here. Units: counts in samples, positions in
-//! units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
+//! side without a neighbour counts as a neighbour without accesses, and `tau_merge` is 8 splits. The paper also keeps
+//! the time of a range's last access, but no rule uses it, so it is not kept here. Units: counts in samples, positions
+//! in units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
 
 use ballast_ranges::{Fitted, Range, Roots, SAMPLE};
 
@@ -22,7 +22,7 @@ struct Leaf {
     units: u64,
     count: u64,
     born: u64,
-    /// Number of splits when its count had decayed to zero.
+    /// Number of splits at the time when the count had decayed to zero.
     empty_since: Option<u64>,
 }
 
@@ -49,7 +49,6 @@ pub struct Published {
     vcpus: u64,
     /// Ascending; they tile the roots.
     leaves: Vec<Leaf>,
-    /// Ranges of the last epoch.
     ranges: Vec<Range>,
     epoch: u64,
     /// Number of divisions so far.

@@ -1,12 +1,10 @@
 //! Random numbers of a test, which follow from a seed.
 //!
-//! Before: a seed, fixed or of a variable. After: the same numbers each time, so that a failure repeats.
+//! Before: a seed, fixed or from a variable. After: the same numbers each time, so that a failure can be repeated.
 //! Threads: each has its own. Promise: the sequence for a seed does not change (SplitMix64).
 
-/// The step of SplitMix64.
 pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The output function of SplitMix64.
 pub(crate) fn mix(mut word: u64) -> u64 {
     word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -24,7 +22,7 @@ pub fn next(state: &mut u64) -> u64 {
 pub struct Random(pub u64);
 
 impl Random {
-    /// From the seed in this variable; else from this process's own. Prints which.
+    /// A sequence with the seed in this environment variable, or with a seed from the process id. Prints the seed.
     pub fn seeded(variable: &str) -> Self {
         let given = std::env::var(variable).ok().and_then(|seed| seed.parse().ok());
         let seed = given.unwrap_or_else(|| u64::from(std::process::id()));
@@ -42,7 +40,7 @@ impl Random {
         self.word() % end
     }
 
-    /// Returns an index into something of this length.
+    /// Returns an index into a list of this length.
     pub fn index(&mut self, len: usize) -> usize {
         self.below(len as u64) as usize
     }
@@ -52,7 +50,7 @@ impl Random {
         self.below(cases) == 0
     }
 
-    /// Returns one of these.
+    /// Returns one of these values.
     pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.index(all.len())]
     }

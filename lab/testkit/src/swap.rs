@@ -1,21 +1,21 @@
-//! Swap for a test, a bench or a demo: what the host has, or a zram device or a file of its own.
+//! Swap for a test, a bench or a demo: the host's own, or a new zram device or file.
 //!
-//! Before: somebody needs the kernel to page memory out. After: the kernel can, until [`Swap`] is dropped.
-//! Threads: any; a second one waits, in this process or another. Promise: a device in use is not touched, and all is as
-//! it was when it is dropped or this process has ended in any way.
+//! Before: the kernel must page memory out. After: the kernel can, until [`Swap`] is dropped. Threads: any; a second
+//! user waits, in this process or another. Promise: a device in use is not touched, and everything is as before when
+//! the value is dropped or this process has ended in any way.
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// Where zram devices are. A lock on it is a lock on the host's swap.
+/// The directory of block devices. A lock on it is a lock on the host's swap.
 const BLOCK: &str = "/sys/block";
 const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
 
-/// Undoes all when its input ends, however this process ends: the first word is the swap, the others are files and what
-/// to write to them. Its output is the lock, which is free when it has ended.
+/// Undoes everything when its input ends, even if this process is killed: the first word is the swap, the others are
+/// files and the text to write into each. Its output is the lock, which is free when the script has ended.
 const GUARD: &str = r#"trap '' INT TERM HUP; cat >/dev/null; swap=$1; shift
 swapoff "$swap"; [ ! -f "$swap" ] || rm "$swap"
 while [ $# -gt 0 ]; do
@@ -24,11 +24,11 @@ while [ $# -gt 0 ]; do
     shift 2
 done"#;
 
-/// Swap that is there while this is.
+/// Swap that is active while this value lives.
 #[derive(Debug)]
 pub struct Swap {
     device: PathBuf,
-    /// It undoes what was done, if anything was.
+    /// Undoes the changes, if there were any.
     guard: Option<Child>,
 }
 
@@ -68,8 +68,7 @@ fn alone() -> Result<File, String> {
     }
 }
 
-/// Settings with which the kernel swaps in one page at a time, with no compressed pool before the device, and their
-/// values now.
+/// Settings with which the kernel swaps in single pages, without a compressed pool before the device; and their values.
 fn plain() -> Result<Vec<(PathBuf, &'static str, String)>, String> {
     let settings = [(PAGE_CLUSTER, "0"), (ZSWAP, "N")].map(|(path, value)| (PathBuf::from(path), value));
     let there = settings.into_iter().filter(|(path, _)| path.exists());
@@ -90,13 +89,13 @@ impl Swap {
         Self::zram(alone()?, size, plain()?)
     }
 
-    /// The same in a file of this directory.
+    /// As [`Self::only`], in a file of this directory.
     pub fn only_file(dir: &Path, bytes: u64) -> Result<Self, String> {
         let path = dir.join(format!(".ballast-swap-{}", std::process::id()));
         Self::make(alone()?, &path, plain()?, Vec::new(), || {
             let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
             file.map_err(|error| format!("{}: {error}", path.display()))?;
-            // All of it, since a swap file has no holes.
+            // Allocated completely, since a swap file has no holes.
             run("fallocate", &[Path::new("-l"), Path::new(&bytes.to_string()), &path])
         })
     }
@@ -113,7 +112,7 @@ impl Swap {
         let before = choices.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
         undo.extend(before.map(|(before, _)| (algorithm.clone(), before.to_owned())));
         Self::make(lock, &device, settings, undo, || {
-            // Its compression is set before its size. Not every kernel has this one.
+            // The algorithm must be set before the size. Not every kernel has lz4.
             let _ = fs::write(&algorithm, "lz4");
             write(&block.join("disksize"), size)
         })
@@ -133,7 +132,7 @@ impl Swap {
             guard.arg(path).arg(value);
         }
         let guard = guard.stdin(Stdio::piped()).stdout(lock).stderr(Stdio::null()).spawn();
-        // From here on an error undoes it.
+        // From here on the drop of `swap` undoes everything after an error.
         let swap = Self { device: device.into(), guard: Some(guard.map_err(|error| format!("sh: {error}"))?) };
         settings.iter().try_for_each(|(path, value, _)| write(path, value))?;
         make()?;
@@ -160,7 +159,7 @@ impl Drop for Swap {
 mod tests {
     use super::*;
 
-    /// What may change, as it is while nobody has the lock.
+    /// The settings that may change, read while nobody has the lock.
     fn machine() -> Result<String, String> {
         let _lock = alone()?;
         let files =

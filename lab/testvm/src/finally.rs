@@ -1,10 +1,10 @@
-//! Something a test does in the end, also if it panics.
+//! Runs the end of a test, also if the test panics.
 //!
 //! Before: threads of a test run until they are told to stop. After: they are told, and their scope can end. Without
-//! it, an assertion that fails would wait for them for ever, and nobody would read what it said.
+//! it, a failed assertion would wait for them for ever, and its message would not appear.
 //! Threads: the one that drops it.
 
-/// Does something when it goes out of scope, also by a panic.
+/// Runs the closure when it goes out of scope, also by a panic.
 #[derive(Debug)]
 pub struct Finally<F: FnMut()>(pub F);
 

@@ -51,7 +51,6 @@ mod op {
 
 /// Length of the header of a request, in bytes.
 const HEADER: usize = 40;
-/// The largest read or write, in bytes.
 const MOST: u32 = 1 << 20;
 const ROOT: u64 = 1;
 /// Flags of the reply to `INIT`: `ASYNC_READ`, `BIG_WRITES`, `ASYNC_DIO`, `MAX_PAGES`.
@@ -72,12 +71,12 @@ pub struct Fuse {
 
 #[derive(Debug)]
 struct Running {
-    /// Closing it ends the thread that reads requests.
+    /// When it is closed, the thread that reads requests ends.
     stop: OwnedFd,
     threads: [JoinHandle<()>; 2],
 }
 
-/// Says of an offset in a file whether reads of it fail.
+/// Returns whether reads at this offset of a file fail.
 type Fails = Box<dyn Fn(u64) -> bool + Send>;
 
 struct Shared {
@@ -153,7 +152,7 @@ impl Fuse {
         self.shared.lock().delay = delay;
     }
 
-    /// From now on reads fail of which a block of 4096 bytes begins at an offset for which this is true.
+    /// From now on, a read fails if `fails` is true for the offset of one of its blocks of 4096 bytes.
     pub fn fail_reads(&self, fails: impl Fn(u64) -> bool + Send + 'static) {
         self.shared.lock().fails = Some(Box::new(fails));
     }
@@ -163,7 +162,7 @@ impl Fuse {
         self.shared.lock().held = true;
     }
 
-    /// Hold every reply until the returned value is dropped. So the processes of a failed test can end.
+    /// Holds every reply until the returned value is dropped, so that the processes of a failed test can end.
     pub fn hold_on(&self) -> Held<'_> {
         self.hold();
         Held(self)
@@ -229,7 +228,6 @@ impl Shared {
     }
 }
 
-/// State that both threads share.
 struct Server {
     device: OwnedFd,
     shared: Arc<Shared>,
@@ -368,12 +366,11 @@ impl State {
             }
             op::OPENDIR => Ok(Body::default().bytes(&[0; 16])),
             op::RELEASE | op::RELEASEDIR | op::FSYNC | op::ACCESS => Ok(Body::default()),
-            // Also to FLUSH, which a disk does not have: the kernel then sends no other.
+            // FLUSH is refused, too, because a disk does not have it: the kernel then sends no other.
             _ => Err(Errno::NOSYS),
         }
     }
 
-    /// Returns the reply to an open with these flags.
     fn opened(&self, arg: &[u8]) -> Body {
         let direct = self.direct || u32_at(arg, 0) & OFlags::DIRECT.bits() != 0;
         Body::default().u64(0).u32(if direct { DIRECT_IO } else { 0 }).u32(0)
@@ -404,7 +401,7 @@ impl State {
     }
 
     fn attributes(&self, node: u64) -> Result<Body, Errno> {
-        // The kernel must not cache them: the blocks of a file change when it is written.
+        // The attributes must not be cached: the blocks of a file change when it is written.
         Ok(Body::default().u64(0).u64(0).bytes(&self.attributes_of(node)?.0))
     }
 
@@ -427,7 +424,6 @@ fn errno_of(error: io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
 
-/// The body of a reply, in the machine's byte order.
 #[derive(Debug, Default)]
 struct Body(Vec<u8>);
 

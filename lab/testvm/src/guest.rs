@@ -1,6 +1,6 @@
 //! The workload itself: fill, run, verify. The same source runs in native threads and, compiled again, in KVM vCPUs.
 //!
-//! The children `law` and `programs` define the contents of cells, the cells of operations, and what some workloads do.
+//! The child modules `law` and `programs` define the contents of cells, the cells of operations, and some workloads.
 //!
 //! Before: `vm` lays out a [`Job`] per worker. After: the job has its results. Meanwhile the worker reports events
 //! through a [`Port`].
@@ -25,11 +25,9 @@ pub const PORT: u16 = 0x0B0A;
 
 /// The worker has arrived before phase `event & 0xFF`. `tell` returns whether it continues.
 pub const EVENT_ARRIVE: u32 = 0x100;
-/// A wrong word was recorded.
 pub const EVENT_WRONG: u32 = 0x200;
 /// The worker has nothing to do until the host sets `stop`.
 pub const EVENT_IDLE: u32 = 0x400;
-/// The worker is finished.
 pub const EVENT_DONE: u32 = 0x500;
 /// The guest program reached code that must be unreachable.
 pub const EVENT_PANIC: u32 = 0x600;
@@ -71,8 +69,7 @@ pub const BUCKETS: usize = 496;
 
 /// The channel of a worker to its host.
 pub trait Port {
-    /// Report an event. Returns false if the worker must stop. A KVM guest never sees false, because its host does not
-    /// resume it then.
+    /// Report an event. Returns false if the worker must stop; the host of a KVM guest then does not resume it.
     fn tell(&self, event: u32) -> bool;
 }
 
@@ -88,15 +85,11 @@ pub struct Params {
     pub weights: u64,
     /// The worker's first cell, counted from the start of RAM.
     pub first_cell: u64,
-    /// Cells the worker owns.
     pub cells: u64,
-    /// 8-byte words in a cell.
     pub cell_words: u64,
     /// The least words of a value. Each cell uses this many or more, by its number. 0: all words of a cell are used.
     pub min_words: u64,
-    /// Operations to do.
     pub ops: u64,
-    /// Seed of the contents, the same for all workers.
     pub content_seed: u64,
     /// Seed of the choices, different for each worker.
     pub pick_seed: u64,
@@ -106,13 +99,11 @@ pub struct Params {
     pub zero_below: u64,
     /// An operation takes a hot cell if 32 random bits are below this.
     pub hot_below: u64,
-    /// Cells in the hot set.
     pub hot_cells: u64,
     /// For a store: operations with each pattern.
     pub move_at: u64,
     /// Maps ranks to cells: `rank * stride % cells`. It is coprime with `cells`. 1 keeps the order.
     pub stride: u64,
-    /// One of the `KIND_` constants.
     pub kind: u32,
     /// Nonzero: every second 64 bytes of a cell repeat one word, so the data compresses to about half.
     pub half: u32,
@@ -120,43 +111,34 @@ pub struct Params {
     pub latency: u32,
 }
 
-/// One wrong word.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Record {
-    /// Byte offset in guest RAM.
     pub offset: AtomicU64,
-    /// The expected word.
     pub expected: AtomicU64,
-    /// The word that was read.
     pub found: AtomicU64,
-    /// Operations that the worker had done.
+    /// Operations that the worker had done before.
     pub op: AtomicU64,
-    /// Phase in which it was found.
+    /// Phase in which the word was found.
     pub phase: AtomicU32,
 }
 
-/// The parameters and results of one worker.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Job {
-    /// The parameters.
     pub params: Params,
-    /// The host sets it to end the run phase.
+    /// Set by the host to end the run phase.
     pub stop: AtomicU32,
-    /// Rounds of computing before each operation. The host sets it at any time.
+    /// Rounds of computing before each operation. The host may change it at any time.
     pub think: AtomicU64,
-    /// Operations done so far.
     pub ops_done: AtomicU64,
-    /// Words that were wrong.
     pub wrong_words: AtomicU64,
     /// Wrong bytes in these words.
     pub wrong_bytes: AtomicU64,
-    /// Records of the first wrong words.
     pub records: [Record; MAX_RECORDS],
     /// Longest operation, in TSC ticks.
     pub longest: AtomicU64,
-    /// Operations by TSC ticks, see [`bucket`].
+    /// Counted by [`bucket`] of their TSC ticks.
     pub histogram: [AtomicU64; BUCKETS],
 }
 
@@ -273,7 +255,6 @@ impl<P: Port> Worker<'_, P> {
         });
     }
 
-    /// Do all operations.
     #[inline]
     fn repeat(&mut self, mut operation: impl FnMut(&mut Self, u64)) {
         let job = self.job;
@@ -338,8 +319,7 @@ impl<P: Port> Worker<'_, P> {
     }
 }
 
-/// A worker's share of guest RAM, its version words and its table. All places come from `programs`, which stays within
-/// what the job's cells are enough for: see `run`.
+/// A worker's share of guest RAM, its version words and its table. `programs` stays within the job's cells: see `run`.
 impl<P: Port> programs::Memory for Worker<'_, P> {
     #[inline]
     fn read(&mut self, word: u64, expected: u64) {
@@ -373,7 +353,6 @@ impl<P: Port> programs::Memory for Worker<'_, P> {
     }
 }
 
-/// The time-stamp counter.
 #[inline]
 pub fn ticks() -> u64 {
     #[cfg(target_arch = "x86_64")]

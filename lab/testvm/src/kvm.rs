@@ -57,7 +57,7 @@ pub fn kvm_missing() -> Option<String> {
     Machine::new().err().map(|error| format!("{error:#}"))
 }
 
-/// A KVM virtual machine, and its vCPUs that have not started.
+/// A KVM virtual machine, with its vCPUs that have not started.
 #[derive(Debug)]
 pub(crate) struct Machine {
     // Fields drop in the order of declaration. `Vm` drops its memory after this machine.
@@ -162,8 +162,8 @@ impl Machine {
             let limit = TASK_LEN as u32 - 1;
             sregs.tr =
                 kvm_segment { base: self.task, limit, selector: 0x40, type_: 11, present: 1, ..Default::default() };
-            // There are no descriptor tables. The program loads no segment, and an exception is a shutdown, which ends
-            // the run.
+            // Without descriptor tables: the program loads no segment, and an exception is a shutdown, which ends the
+            // run.
             (sregs.gdt.limit, sregs.idt.limit) = (0, 0);
             (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, self.tables, CR4, EFER);
             vcpu.set_sregs(&sregs).context("KVM: setting the system registers")?;

@@ -1,4 +1,4 @@
-//! A small test VM: it runs workloads with a known outcome on guest RAM that a pager may take away meanwhile.
+//! A small test VM: it runs workloads with a known outcome on guest RAM that a pager may take away in the meantime.
 //!
 //! Before: `sys` gives memory files and mappings. After: integration tests, kill tests and benchmarks run workloads
 //! on a [`Vm`] while something takes its memory away, and read the [`Outcome`].

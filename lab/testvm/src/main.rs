@@ -82,9 +82,9 @@ impl Args {
     }
 }
 
-/// Carry out lines of stdin until one ends the operations, or until the end of input.
+/// Carries out lines of stdin until a line ends the operations, or until the end of input.
 fn listen(parking: Option<&Parking>) -> std::io::Result<()> {
-    // Made now: while a thread is parked, new memory would be waited for.
+    // Allocated now: while a thread is parked, an allocation may wait.
     let mut line = String::with_capacity(64);
     loop {
         line.clear();
@@ -100,7 +100,7 @@ fn listen(parking: Option<&Parking>) -> std::io::Result<()> {
 fn main() -> Result<ExitCode> {
     let args = Args::parse();
     let vm = Vm::new(&args.spec(), GuestKind::Native)?;
-    // Before the attach: a test that sees this VM may have the file's server hold its replies.
+    // Opened before the attach: a test that sees this VM may let the file's server hold its replies.
     let parking = args.park_on.as_deref().map(Parking::open).transpose().context("Opening the file to park on")?;
     let _client = args.attach(vm.ram())?;
     let outcome = std::thread::scope(|scope| {

@@ -79,7 +79,7 @@ pub struct Latency {
 }
 
 impl Latency {
-    /// Made of counts per bucket, the longest operation, and the rate of the clock.
+    /// Computes the figures from counts per bucket, the longest operation, and the rate of the clock.
     pub(crate) fn new(counts: &[u64], longest: u64, ticks_per_ns: f64) -> Self {
         let count: u64 = counts.iter().sum();
         let ns = |ticks: u64| (ticks as f64 / ticks_per_ns) as u64;

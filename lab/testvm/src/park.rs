@@ -5,7 +5,7 @@
 //! Threads: each step starts one, which waits until the server replies or ends.
 //!
 //! The file is open twice, with the page cache and with `O_DIRECT`. An unanswered read through the page cache leaves a
-//! locked page in it. To map the other descriptor, the kernel first drops the cache and waits for that page.
+//! locked page in the cache. To map the other descriptor, the kernel first drops the cache and waits for that page.
 
 use std::fs::{File, OpenOptions};
 use std::io;

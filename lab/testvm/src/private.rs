@@ -20,7 +20,6 @@ pub(crate) struct Private {
 }
 
 impl Private {
-    /// Map `size` zeroed bytes.
     pub fn new(size: usize, kind: GuestKind) -> io::Result<Self> {
         let fd = memfd::create("ballast-testvm-private", Bytes(size as u64))?;
         let map = Mapping::shared(&fd, 0, size)?;
@@ -37,13 +36,11 @@ impl Private {
         offset
     }
 
-    /// Returns the address of `offset` as the workers see it.
     pub fn address(&self, offset: usize) -> u64 {
         self.guest_base + offset as u64
     }
 }
 
-/// Offsets of one worker's pieces of private memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places {
     pub job: usize,

@@ -1,7 +1,6 @@
-//! Workloads that are programs: a graph search, a matrix product, a table scan. They are compiled twice, like `guest`,
-//! the parent module.
+//! Workloads that are programs, compiled twice like the parent module: a graph search, a matrix product, a table scan.
 //!
-//! Before: `guest` has a job of such a kind. After: it has run the same phases: fill, operations, verify.
+//! Before: `guest` has a job with a program. After: the program has run the same phases: fill, operations, verify.
 //! Threads: one worker each, on its own share of RAM. Units: *words* of 8 bytes, counted from the start of the share;
 //! *slots* are version words in private memory.
 //! Promise: control flow depends on seeds and versions, never on the contents of guest RAM, so wrong data is reported
@@ -97,28 +96,25 @@ impl Program {
 /// reads the edge, in sequence, and the state of the vertex at its end, at random.
 ///
 /// Degrees and ends of edges are skewed as in the R-MAT graph of graph500 (a bit of an end is set with probability
-/// 1/4), but independent of each other. Vertex numbers are scattered. There are 16 to 32 edges per vertex, as many as
-/// fit.
+/// 1/4), but independent of each other. Vertex numbers are scattered. Each has 16 to 32 edges, as many as fit.
 pub struct Graph {
     seed: u64,
     /// The logarithm to base 2 of the number of vertices.
     scale: u32,
-    /// Words for edges.
     room: u64,
     random: u64,
     search: u32,
     round: u32,
     /// The next vertex of this round.
     at: u64,
-    /// The remaining edges of the current vertex, and its distance from the root.
+    /// The remaining edges of the current vertex, and the vertex's distance from the root.
     edge: u64,
     edges_end: u64,
     distance: u32,
-    /// True if this round reached a vertex.
     reached: bool,
 }
 
-/// A vertex's version has the search, the round and the distance at which it was last reached.
+/// A vertex's version has the search, the round and the distance in which it was last reached.
 const SEARCHES: u32 = 1 << 11;
 const ROUNDS: u32 = 255;
 const FARTHEST: u32 = (1 << 12) - 1;
@@ -144,8 +140,8 @@ impl Graph {
         1 << self.scale
     }
 
-    /// Returns the number of edges of a vertex. Its offset is the sum of the degrees before it, and the last offset is
-    /// the sum of all.
+    /// Returns the number of edges of a vertex. The offset of a vertex is the sum of the degrees before it, and the
+    /// last offset is the sum of all degrees.
     pub const fn degree(&self, vertex: u64) -> u64 {
         // The share is 3 to the power of the clear bits, divided by 4 to the power of all bits.
         let mut share = 1u128;
@@ -161,7 +157,6 @@ impl Graph {
         vertex.wrapping_mul(by) & ((1 << self.scale) - 1)
     }
 
-    /// Returns the vertex at the end of an edge.
     #[inline]
     fn end(&self, edge: u64) -> u64 {
         let bits = mix(edge ^ self.seed);
@@ -268,7 +263,6 @@ const INVERSE: u64 = {
 /// `k` added so far. `weights` has this sum for each number of tiles.
 pub struct Matrix {
     seed: u64,
-    /// Tiles in a row or column.
     tiles: u64,
     /// Tile of C's row, tile of C's column, tile of the sum, and row in the tile.
     place: [u64; 4],
@@ -307,7 +301,7 @@ impl Matrix {
         (2 * k + 1).wrapping_mul(INVERSE)
     }
 
-    /// Returns the part of one tile in the sum.
+    /// Returns the share of one tile in the sum.
     pub const fn part(tile: u64) -> u64 {
         let (mut sum, mut k) = (0u64, tile.wrapping_mul(TILE));
         let end = k.wrapping_add(TILE);
@@ -399,8 +393,8 @@ impl Matrix {
 }
 
 /// Queries over a table. Every fourth query reads all of it, the others its last quarter, which has the recent rows. An
-/// operation reads all words of a page of the table, and adds one row in eight to its group in a hash table. The hash
-/// table has a sixteenth of the size of RAM.
+/// operation reads all words of a page of the table, and adds one row in eight to its group in a hash table, whose size
+/// is a sixteenth of RAM.
 pub struct Scan {
     slots: u64,
     pages: u64,

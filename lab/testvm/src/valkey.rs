@@ -19,9 +19,7 @@ use ballast_testkit::program::Ends;
 use redis::{Connection, Value};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
-/// Limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Interval between two checks of a server.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The layout of a cluster.
@@ -91,7 +89,7 @@ pub fn valkey_missing() -> Option<String> {
 }
 
 /// Returns ports on which nobody listens. They are below the range that the kernel uses for connections (from 32,768):
-/// a connection could take one of that range before its server starts.
+/// a connection could otherwise take a port before its server starts.
 fn free_ports(count: usize) -> io::Result<Vec<u16>> {
     let mut listeners: Vec<TcpListener> = Vec::new();
     for _ in 0..count * 100 {
@@ -135,7 +133,6 @@ fn other(what: impl std::fmt::Display) -> io::Error {
     io::Error::other(what.to_string())
 }
 
-/// Call `find` repeatedly until it returns something. Fails after `TIMEOUT`.
 fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T> {
     let begun = Instant::now();
     loop {
@@ -152,7 +149,7 @@ fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T>
 impl Valkey {
     /// Start a cluster, and wait until all slots are served and all replicas follow.
     pub fn start(layout: Layout) -> io::Result<Self> {
-        // A port that was free may be another program's by the time a server wants it.
+        // Another program may take a free port before a server listens on it.
         let once = || Self::start_once(layout);
         once().or_else(|_| once()).or_else(|_| once())
     }
@@ -172,11 +169,10 @@ impl Valkey {
         Ok(cluster)
     }
 
-    /// Join the servers into one cluster.
     fn join(&self) -> io::Result<()> {
         let Layout { primaries, .. } = self.layout;
         for node in 0..self.len() {
-            // Every node needs an epoch of its own from the start, so that no election is tied.
+            // Every node needs a different epoch from the start, so that no election is tied.
             self.say(node, &["CLUSTER", "SET-CONFIG-EPOCH", &(node + 1).to_string()])?;
             let Server { port, bus, .. } = &self.nodes[node];
             self.say(0, &["CLUSTER", "MEET", "127.0.0.1", &port.to_string(), &bus.to_string()])?;
@@ -309,7 +305,7 @@ impl Valkey {
     }
 
     fn connect(&self, node: usize) -> io::Result<Connection> {
-        // Past the relay: what tests ask of the cluster is not measured.
+        // Not through the relay: the commands of tests are not measured.
         let client = redis::Client::open(format!("redis://127.0.0.1:{}/", self.nodes[node].port)).map_err(other)?;
         let connection = client.get_connection_with_timeout(Duration::from_secs(1)).map_err(other)?;
         connection.set_read_timeout(Some(Duration::from_secs(5))).map_err(other)?;
@@ -321,7 +317,7 @@ impl Valkey {
         self.say_bytes(node, &words.iter().map(|word| word.as_bytes()).collect::<Vec<_>>())
     }
 
-    /// The same with words of any bytes.
+    /// As [`Self::say`], with words of any bytes.
     pub fn say_bytes(&self, node: usize, words: &[&[u8]]) -> io::Result<Value> {
         redis::Cmd::new().arg(words).query(&mut self.connect(node)?).map_err(other)
     }

@@ -137,7 +137,7 @@ impl Vm {
         &self.ram
     }
 
-    /// Returns the present progress of the workers. It does not slow them down.
+    /// Returns the present progress of the workers, without slowing them down.
     pub fn progress(&self) -> Progress {
         self.jobs().fold(Progress::default(), |sum, job| Progress {
             ops: sum.ops + job.ops_done.load(Relaxed),
@@ -157,8 +157,8 @@ impl Vm {
         self.turn.notify_all();
     }
 
-    /// Fill RAM, do the operations, and verify RAM. Calls `hook` before each phase and at the end, while all workers
-    /// wait.
+    /// Fill RAM, do the operations, and verify RAM. All workers wait while `hook` runs, before each phase and at the
+    /// end.
     pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome> {
         ensure!(!std::mem::replace(&mut self.barrier().started, true), "this VM has run already");
         let results: Vec<Result<bool>> = std::thread::scope(|scope| {
@@ -176,7 +176,7 @@ impl Vm {
         Ok(self.outcome())
     }
 
-    /// Returns whether all workers came to the end.
+    /// Runs all phases of one worker. Returns whether all workers came to the end.
     fn work(&self, worker: usize, hook: &Hook<'_>) -> Result<bool> {
         /// Ends the wait of the other workers if this one ends early, by an error or a panic in the hook.
         struct Leave<'a>(&'a Vm, bool);
@@ -201,8 +201,8 @@ impl Vm {
     }
 
     fn barrier(&self) -> MutexGuard<'_, Barrier> {
-        // The lock is not held while the hook runs, so a panic in it does not poison it. The barrier is consistent at
-        // every unlock.
+        // The lock is not held while the hook runs, so its panic poisons nothing. The barrier is consistent at every
+        // unlock.
         self.barrier.locked()
     }
 
@@ -260,7 +260,7 @@ impl Vm {
     }
 }
 
-/// The receiver of one worker's events. A native worker calls it, or the thread that runs a vCPU.
+/// Receives one worker's events. A native worker calls it, or the thread that runs a vCPU.
 struct Desk<'a> {
     vm: &'a Vm,
     worker: usize,

@@ -35,7 +35,6 @@ pub enum Workload {
     Scan,
 }
 
-/// The exponent of `zipf`.
 const ZIPF: f64 = 0.99;
 
 /// A workload and its parameters. `Vm::new` refuses those that no memory can hold.
@@ -67,8 +66,8 @@ pub struct Spec {
     pub move_at: Option<u64>,
     /// Measure every operation.
     pub latency: bool,
-    /// Initial rounds of computing before each operation, about 3 ns each. They stand for the cost of a request beyond
-    /// its memory accesses.
+    /// Initial rounds of computing before each operation, about 3 ns each, for the cost of a request beside its
+    /// accesses.
     pub think: u64,
 }
 
@@ -104,7 +103,7 @@ impl Spec {
         }
     }
 
-    /// Returns the problem with this spec, if its memory is not enough for its workers or has no whole pages.
+    /// Returns the problem if the memory of this spec is not enough for its workers, or is not in whole pages.
     fn problem(&self) -> Option<String> {
         let page = if self.huge_pages { HUGE_SIZE } else { PAGE_SIZE } as u64;
         if self.ram.0 == 0 || !self.ram.0.is_multiple_of(page) {
@@ -202,7 +201,6 @@ impl Spec {
     }
 }
 
-/// Returns a fraction as a bound on 32 random bits.
 fn threshold(fraction: f64) -> u64 {
     (fraction * 4_294_967_296.0) as u64
 }

@@ -84,9 +84,9 @@ fn spoil(kind: GuestKind, when: Moment, workload: Workload, ops: u64) {
 #[test]
 fn one_flipped_byte_is_reported_with_its_place_and_both_values() {
     for kind in kinds() {
-        // The operation that reaches page 77 finds it, before it replaces the word.
+        // The operation that reaches page 77 finds the byte, before it replaces the word.
         spoil(kind, Moment::Run, Workload::Sequential, 1024);
-        // Without operations, the final check finds it.
+        // Without operations, the final check finds the byte.
         spoil(kind, Moment::Run, Workload::Sequential, 0);
         spoil(kind, Moment::Verify, Workload::Hotset, 5_000);
     }
@@ -166,8 +166,8 @@ fn old_contents_of_a_single_page_are_wrong_contents() {
     }
 }
 
-/// A minimal pager: it serves the faults of a VM, and takes pages out between them, until `done`. Returns the number of
-/// restored pages.
+/// A minimal pager: it serves a VM's faults, and takes pages out between them, until `done`. Returns the restored
+/// pages.
 fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result<u64> {
     let file = File::from(ram.memfd().try_clone_to_owned()?);
     let pages = (ram.len() / PAGE_SIZE) as u64;
@@ -229,7 +229,7 @@ fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
         let (outcome, restored) = std::thread::scope(|scope| {
             let pager = scope.spawn(|| {
                 let result = page_under(vm.ram(), &uffd, &done);
-                // Also after an error, no worker may wait for a pager that has ended.
+                // Even after an error, no worker may wait for a pager that has ended.
                 uffd.unregister(Hva(vm.ram().addr() as u64), vm.ram().len() as u64)?;
                 result
             });

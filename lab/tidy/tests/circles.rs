@@ -1,5 +1,5 @@
-//! Tests that the files of a crate do not depend on each other in a circle, and the rooms of a crate only in their
-//! order. So a reader can begin at the bottom, and never needs a file that comes later.
+//! Tests that the files of a crate do not depend on each other in a circle, and its rooms only in their order. So a
+//! reader can begin at the bottom, and never needs a file that comes later.
 //!
 //! Before: the sources. After: a failed test names the files of each circle, or each arrow that goes upward, and the
 //! names that connect them.
@@ -38,7 +38,6 @@ struct Source {
     text: String,
 }
 
-/// Returns the `src` directories of all members.
 fn crates() -> Vec<PathBuf> {
     let members =
         ["host", "vmm", "guest", "lab"].map(|place| std::fs::read_dir(root().join(place)).expect("a directory"));
@@ -228,7 +227,6 @@ fn arrows(src: &Path) -> Arrows {
     arrows
 }
 
-/// Returns the files that can be reached from this one.
 fn reached(from: &Path, arrows: &Arrows) -> BTreeSet<PathBuf> {
     let mut seen = BTreeSet::new();
     let mut open = vec![from.to_owned()];
@@ -267,7 +265,6 @@ fn circles() -> Vec<String> {
     said
 }
 
-/// Returns the room of a file of a crate.
 fn room(file: &Path) -> Option<String> {
     let parts: Vec<_> = file.iter().map(|part| part.to_string_lossy().into_owned()).collect();
     (parts.len() > 1).then(|| parts[0].clone())

@@ -13,7 +13,7 @@ use serde_json::Value;
 /// Crates of the product, and the crates that none of them may reach in any number of steps.
 const FORBIDDEN: [(&[&str], &[&str]); 14] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
-    // They are the moves of one page and their model, without a kernel, a store or threads.
+    // `ballast-page` has the moves of one page and their model, without a kernel, a store or threads.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
     (&["ballast-pager"], &["ballast-daemon", "ballast-policy", "ballast-api", "ballast-client"]),
     // The keeper never touches a page. It holds descriptors, and knows only what `handover` tells about their files.
@@ -21,20 +21,20 @@ const FORBIDDEN: [(&[&str], &[&str]); 14] = [
         &["ballast-keeper", "ballast-handover"],
         &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy", "ballast-api", "tokio"],
     ),
-    // It knows processes and the kernel's swap, and neither a page's state nor a policy.
+    // `ballast-adopt` knows processes and the kernel's swap, and neither a page's state nor a policy.
     (&["ballast-adopt"], &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy"]),
     (&["ballast-policy"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager"]),
-    // It is pure, so any guest agent and any replay can use it.
+    // `ballast-ranges` is pure, so any guest agent and any replay can use it.
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
-    // Guest and host share this code for their protocol, and nothing else.
+    // Guest and host share `ballast-messages` for their protocol, and nothing else.
     (&["ballast-messages"], &["ballast-sys", "ballast-base", "serde", "libc", "rustix"]),
-    // It owns the pool's memory, which is files, and knows no VM.
+    // `ballast-pool` owns the pool's memory, which is files, and knows no VM.
     (&["ballast-pool"], &["ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     (&["ballast-store"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
-    // Its own code talks to servers, with its own deadlines and bounds.
+    // `ballast-remote` talks to servers with its own code, its own deadlines and bounds.
     (&["ballast-remote"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "redis", "tokio"]),
     (&["ballast-heat"], &["ballast-store", "ballast-page", "ballast-pager", "ballast-policy"]),
-    // They run in the process of a VMM.
+    // These run in the process of a VMM.
     (
         &["ballast-client", "ballast-preload"],
         &[
@@ -51,7 +51,7 @@ const FORBIDDEN: [(&[&str], &[&str]); 14] = [
     (&["ballast-base"], &["ballast-sys", "libc", "rustix"]),
 ];
 
-/// What runs in a guest, or in a VMM, must not link what runs on the host: these crates of `host/` are for all.
+/// Programs in a guest, or in a VMM, must not link what runs on the host, except for these crates of `host/`.
 const FOR_ALL: [&str; 2] = ["ballast-base", "ballast-sys"];
 
 /// Cargo's resolution: the name of each package, the place of its manifest, and the packages that it links.
@@ -107,7 +107,6 @@ impl Graph {
         found.unwrap_or_else(|| panic!("no package is named {name}: is a rule out of date?")).0
     }
 
-    /// Returns the members of the workspace in this folder.
     fn members(&self, folder: &str) -> Vec<&str> {
         let start = format!("{}/{folder}/", common::root().display());
         self.packages.values().filter(|p| p.manifest.starts_with(&start)).map(|p| p.name.as_str()).collect()

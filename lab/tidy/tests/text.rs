@@ -1,7 +1,7 @@
-//! Tests of all texts: links and cited files exist, lines have a width that a screen shows, and there is one glossary.
+//! Tests of all texts: links and cited files exist, lines are not too wide for a screen, and there is one glossary.
 //!
 //! Before: sources, scripts, settings and pages of this repository. After: a failed test names each place.
-//! Promise: how a sentence is to be written is for readers to judge (CONTRIBUTING.md), and not for a list of words.
+//! Promise: no list of words judges the sentences; readers do (CONTRIBUTING.md).
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ mod common;
 
 use common::{none_is_left, root};
 
-/// Most characters of a line of code, comment or prose, and of a row of a table.
+/// Most characters of a line of code, comment or prose; below, of a row of a table.
 const WIDTH: usize = 120;
 const ROW: usize = 200;
 
@@ -125,7 +125,7 @@ fn cited(line: &str) -> Vec<&str> {
     names.filter(|name| [".rs", ".md", ".py", ".svg"].iter().any(|end| name.ends_with(end) && name != end)).collect()
 }
 
-/// Returns true if a file's path ends with this, with or without the folder `src`. `files` leaves out a folder.
+/// Returns true if the path of a file ends with `cited`, with or without the folder `src`. `files` leaves out a folder.
 fn is_there(cited: &str, paths: &[String]) -> bool {
     let cited = cited.trim_start_matches("../").trim_start_matches(['.', '/']);
     paths.iter().any(|path| {
@@ -134,7 +134,7 @@ fn is_there(cited: &str, paths: &[String]) -> bool {
     }) || ["", "lab", "lab/tidy"].iter().any(|folder| root().join(folder).join(cited).is_file())
 }
 
-/// Names of files that a reader writes, or that a bench writes.
+/// Names of files that a reader or a bench writes.
 const NOT_CITED: [&str; 4] = ["NAME.rs", "FILE.png", "tables.md", "FILE.svg"];
 
 #[test]

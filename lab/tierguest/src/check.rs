@@ -14,7 +14,7 @@ use crate::judge::Program;
 
 const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
 const KDAMONDS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
-/// The kernel's own thread of DAMON, beside which there can be no other.
+/// The kernel's own thread of DAMON: while it runs, there can be no other.
 const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 /// Limit for a wait, long enough for an emulated guest on a busy machine.
 const LIMIT: Duration = Duration::from_secs(150);
@@ -33,14 +33,14 @@ pub fn run(mib: usize) -> Result<()> {
     files.write(BALANCING, 0)?;
     heat_moves_to_the_fast_tier(&files, &tiers, mib)?;
     says_no(mib)?;
-    // Its number cannot be changed while a thread is on.
+    // The number cannot be changed while a thread is on.
     files.write(KDAMONDS, 0)?;
     println!("tier-guest: all steps passed");
     Ok(())
 }
 
-/// A program runs; another process, the agent, is to give it what an oracle would, up to two points. Then this waits
-/// for a line of input.
+/// Runs a program until another process, the agent, has given it as much fast memory as an oracle would, less two
+/// points. Then waits for a line of input.
 pub fn settle(kind: Kind, mib: usize) -> Result<()> {
     let files = Files::default();
     let tiers = Tiers::detect(&files)?;
@@ -75,7 +75,7 @@ fn two_tiers(files: &Files) -> Result<Tiers> {
     Ok(tiers)
 }
 
-/// Run epochs until the condition is true. Fails after `LIMIT`.
+/// Runs epochs until `so` is true. Fails after `LIMIT`.
 fn until(tierer: &mut Tierer, what: &str, mut so: impl FnMut(&Tierer) -> Result<bool>) -> Result<()> {
     let began = Instant::now();
     loop {

@@ -1,26 +1,23 @@
-//! k-means, of points that the caller has: a pass assigns each to the nearest centre.
+//! k-means of the caller's points: a pass assigns each point to the nearest centre.
 //!
 //! Before: the caller has some points as first centres, and adds each point of a pass. After: the centres are the means
-//! of the points that were nearest to them. Threads: the caller's. Units: points of N
-//! whole numbers of up to 24 bits: an emulated CPU takes much longer for fractions.
+//! of the points that were nearest to them. Threads: the caller's. Units: points of N whole numbers of up to 24 bits,
+//! because an emulated CPU is much slower with fractions.
 
-/// Centres.
 pub const CLUSTERS: usize = 8;
 
 /// Centres, and the points of this pass so far.
 pub struct Clusters<const N: usize> {
     centres: [[i32; N]; CLUSTERS],
-    /// Sums and numbers of points.
+    /// Sum and number of each centre's points.
     sums: [([i64; N], i64); CLUSTERS],
 }
 
 impl<const N: usize> Clusters<N> {
-    /// These centres, and no points yet.
     pub fn new(centres: [[i32; N]; CLUSTERS]) -> Self {
         Self { centres, sums: [([0; N], 0); CLUSTERS] }
     }
 
-    /// Assigns a point.
     pub fn add(&mut self, point: &[i32; N]) {
         let far = |centre: &[i32; N]| -> i64 {
             let square = |(one, other): (&i32, &i32)| i64::from(one - other) * i64::from(one - other);
@@ -33,7 +30,7 @@ impl<const N: usize> Clusters<N> {
         *count += 1;
     }
 
-    /// All points were added: moves the centres, and begins the next pass.
+    /// Ends a pass: moves the centres, and begins the next pass.
     pub fn end_pass(&mut self) {
         let mean = |sum: i64, count: i64| i32::try_from(sum / count.max(1)).unwrap_or(i32::MAX);
         *self = Self::new(self.sums.map(|(sum, count)| sum.map(|sum| mean(sum, count))));

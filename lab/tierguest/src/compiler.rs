@@ -1,8 +1,8 @@
 //! A compiler that compiles the same file again and again.
 //!
-//! Before: `cc1` of GCC is in the guest (`scripts/agent-image.sh --with cc1`). After: [`Compiler::compile`] says
-//! whether the output is that of the first time. Threads: the caller's, and a process for each compilation. Units: MiB.
-//! Promise: the file has the same bytes in every run.
+//! Before: `cc1` of GCC is in the guest (`scripts/agent-image.sh --with cc1`). After: [`Compiler::compile`] compares
+//! the output with the first one. Threads: the caller's, and a process for each compilation. Units: MiB. Promise: the
+//! file has the same bytes in every run.
 
 use std::fmt::Write;
 use std::process::Command;
@@ -23,7 +23,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// A compiler that lets this much garbage gather before it collects any.
+    /// A compiler that collects garbage only when it has this much.
     pub fn new(mib: usize) -> Result<Self> {
         std::fs::write(SOURCE, source()).context("Writing the file to be compiled")?;
         let mut this = Self { mib, first: Vec::new() };
@@ -32,7 +32,6 @@ impl Compiler {
         Ok(this)
     }
 
-    /// Is the output that of the first time?
     pub fn compile(&self) -> Result<bool> {
         Ok(self.output()? == self.first)
     }

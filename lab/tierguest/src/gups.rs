@@ -1,8 +1,8 @@
 //! The measured program: it does random updates of memory, most of them of its hot part.
 //!
-//! Before: it is started with a kind and a size. It writes `at ADDRESS` when all of its memory is present. After: it
-//! updates words until its input ends. `phase N` moves the heat. Threads: one updates words, one reads commands, one
-//! flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
+//! Before: the program is started with a kind and a size. It writes `at ADDRESS` when all of its memory is present.
+//! After: it updates words until its input ends. `phase N` moves the heat. Threads: one updates words, one reads
+//! commands, one flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
 //! Promise: first, memory is touched once in the order of its addresses.
 //!
 //! Emulated CPUs need the flusher: their TLB holds all of the memory, so a monitor that clears accessed bits without a
@@ -23,21 +23,19 @@ use crate::heat::{BLOCKS, HOT_SHARE, Kind, random};
 const FLUSH_EVERY: Duration = Duration::from_millis(20);
 /// Pages that the flusher unmaps. The kernel flushes the whole TLB above its ceiling of 33 pages.
 const FLUSHED: usize = 64;
-/// Updates between two reads of the phase.
 const BATCH: u64 = 4096;
 
-/// A word of memory, from an address that is a multiple of 2 MiB on.
+/// The word at this offset from the first multiple of 2 MiB.
 fn word(memory: &Anon, offset: usize) -> &AtomicU64 {
     memory.word(memory.addr().next_multiple_of(HUGE_SIZE) - memory.addr() + offset)
 }
 
-/// Run until the input ends.
 pub fn run(kind: Kind, mib: usize) -> Result<()> {
     let units = (mib << 20) / HUGE_SIZE;
     if units < 8 {
         bail!("{mib} MiB is too little: at least 16");
     }
-    // One unit more, so that aligned units fit.
+    // One more unit, because the first aligned unit may begin later.
     let memory = Anon::new((units + 1) * HUGE_SIZE).context("Mapping memory")?;
     for page in 0..units * HUGE_SIZE / PAGE_SIZE {
         word(&memory, page * PAGE_SIZE).store(1, Ordering::Relaxed);

@@ -10,7 +10,6 @@ pub use ballast_testkit::random::next as random;
 pub const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
 const HOT_PART: usize = 8;
-/// Blocks in a unit.
 pub const BLOCKS: usize = 8;
 
 /// The placement of the program's heat.
@@ -25,7 +24,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns the kind of this name.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "contiguous" => Some(Self::Contiguous),
@@ -35,7 +33,6 @@ impl Kind {
         }
     }
 
-    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Contiguous => "contiguous",
@@ -44,7 +41,6 @@ impl Kind {
         }
     }
 
-    /// Returns the hot blocks of `units` units in a phase.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
         self.hot_units(units, phase).into_iter().flat_map(|unit| unit * BLOCKS..(unit + 1) * BLOCKS).collect()
     }
@@ -71,7 +67,6 @@ impl Kind {
         }
     }
 
-    /// Returns the share of all accesses of each block.
     pub fn shares(self, units: usize, phase: u64) -> Vec<f64> {
         let (hot, blocks) = (self.hot(units, phase), units * BLOCKS);
         let cold = (1.0 - HOT_SHARE) / (blocks - hot.len()).max(1) as f64;

@@ -1,5 +1,4 @@
-//! The share of the program's accesses that the fast tier serves. It is computed from the places of its pages and from
-//! its heat. Nothing is timed.
+//! The share of the program's accesses that the fast tier serves, by the places of its pages and its heat, untimed.
 //!
 //! Before: the program runs as a process of its own. After: the caller has the true share, and the best possible one
 //! (oracle). Units: shares of 1. Promise: the share is that of the page table at that moment. The oracle has no more
@@ -20,7 +19,7 @@ use ballast_tier::pages::Pages;
 
 use crate::heat::{BLOCKS, Kind};
 
-/// How often the page table is read while pages of the program are on their way, and the time between two.
+/// Most reads of the page table while pages of the program are being moved, and below, the time between two reads.
 const MOST_LOOKS: u32 = 100;
 const LOOK_AGAIN: Duration = Duration::from_millis(30);
 /// Pages of a unit, and of a block of [`crate::heat`].
@@ -38,7 +37,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Start it with additional environment variables. Returns when all its memory is present.
+    /// Starts it with these additional environment variables. Returns when all its memory is present.
     pub fn start(kind: Kind, mib: usize, environment: &[(&str, &str)]) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["gups", kind.name(), &mib.to_string()]).envs(environment.iter().copied());
@@ -53,24 +52,21 @@ impl Program {
         Ok(Self { child, input, address, kind, units: (mib << 20) / HUGE_SIZE, phase: 0 })
     }
 
-    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.child.0.id()
     }
 
-    /// Move the heat.
     pub fn set_phase(&mut self, phase: u64) -> Result<()> {
         self.phase = phase;
         writeln!(self.input, "phase {phase}").context("Moving the heat")
     }
 
-    /// Returns the weight of each page in the accesses.
     fn weights(&self) -> Vec<f64> {
         let shares = self.kind.shares(self.units, self.phase);
         shares.iter().flat_map(|share| std::iter::repeat_n(share / BLOCK as f64, BLOCK)).collect()
     }
 
-    /// Returns, for each of its pages, the part of it that the fast tier has. Fails if a page is never present.
+    /// Returns which part of each page the fast tier has. Fails if a page is never present.
     fn places(&self, tiers: &Tiers) -> Result<Vec<f64>> {
         let process = Remote::open(self.pid())?;
         let whole = self.units * UNIT;
@@ -104,13 +100,13 @@ impl Program {
     }
 }
 
-/// Returns the part of all weights that is in the fast tier, of which each page has a part.
+/// Returns the part of all weights that is in the fast tier. `places` is the part of each page that is there.
 fn served(weights: &[f64], places: &[f64]) -> f64 {
     let all = weights.iter().sum::<f64>().max(f64::MIN_POSITIVE);
     weights.iter().zip(places).map(|(weight, place)| weight * place).sum::<f64>() / all
 }
 
-/// Returns the largest part of all weights that `room` of them can have.
+/// Returns the largest part of all weights that fits into `room` pages.
 fn best(weights: &[f64], room: f64) -> f64 {
     let all = weights.iter().sum::<f64>().max(f64::MIN_POSITIVE);
     let whole = room.max(0.0) as usize;
@@ -122,7 +118,7 @@ fn best(weights: &[f64], room: f64) -> f64 {
     (first.iter().sum::<f64>() + *next * room.max(0.0).fract()) / all
 }
 
-/// Returns how many pages of fast memory a program has, with these places of its pages, or could take.
+/// Returns how many pages of fast memory the program has, by the places of its pages, or could take.
 fn room(places: &[f64], files: &Files, tiers: &Tiers) -> Result<f64> {
     let mut free = 0;
     for node in &tiers.list[0].nodes {

@@ -1,12 +1,12 @@
 //! Programs most of whose memory is touched rarely, for `ballast bench guest`.
 //!
-//! Before: one is started with a size. It writes `filled` when all its memory is present. After: it does a piece of
-//! work each 100 ms, or later if it is slowed down. To a line `requests` it replies how many it served since the last
-//! such line, and how long they took; at any other line it ends, and all of its memory is compared.
-//! Threads: one works, one reads commands. Units: the size is MiB, times are us.
+//! Before: a program is started with a size. It writes `filled` when all its memory is present. After: it does a piece
+//! of work each 100 ms, or later if it is slowed down. In reply to a line `requests` it writes the number of requests
+//! since the last such line, and their times; at any other line it ends, and all of its memory is compared. Threads:
+//! one works, one reads commands. Units: the size is MiB, times are us.
 //!
-//! A guest of the bench is small, and a program would be through all of its memory in a second. So work is paced: one
-//! pass takes a minute, as it does in a large guest.
+//! A guest of the bench is small, and a program would pass through all of its memory in a second. So work is paced: one
+//! pass takes a minute, as in a large guest.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -22,18 +22,16 @@ use crate::compiler::Compiler;
 use crate::heat::random;
 
 const EVERY: Duration = Duration::from_millis(100);
-/// Pieces of a pass over all memory.
 const PIECES: usize = 640;
 
-/// A program.
 trait Load: Send {
-    /// Does a piece of work, and adds how long each of its requests took; without any the piece is one.
+    /// Does a piece of work, and adds the time of each of its requests; a piece without requests counts as one request.
     fn work(&mut self, took: &mut Vec<Duration>) -> Result<()>;
-    /// Compares all of its memory. Returns how much of it is wrong.
+    /// Compares all of its memory. Returns the number of wrong values.
     fn wrong(&mut self) -> Result<usize>;
 }
 
-/// Run until all was compared.
+/// Runs until the final comparison is done.
 pub fn run(name: &str, mib: usize) -> Result<()> {
     let mut load: Box<dyn Load> = match name {
         "kmeans" => Box::new(Kmeans::new(mib)),
@@ -80,14 +78,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How many requests, and the median, 95th and 99th percentile of their times in us.
+/// The number of requests, and the median, 95th and 99th percentile of their times in us.
 fn summary(mut took: Vec<Duration>) -> String {
     took.sort_unstable();
     let at = |percent: usize| took.get(took.len() * percent / 100).map_or(0, Duration::as_micros);
     format!("requests {} {} {} {}", took.len(), at(50), at(95), at(99))
 }
 
-/// Values of a point.
 const VALUES: usize = 16;
 type Point = [i32; VALUES];
 
@@ -128,7 +125,7 @@ impl Load for Kmeans {
     }
 }
 
-/// Reads of memcached, nine tenths of them of a tenth of its values.
+/// Reads of memcached; nine in ten are of a tenth of its values.
 struct Memcached {
     server: Child,
     connection: BufReader<UnixStream>,
@@ -137,9 +134,8 @@ struct Memcached {
 }
 
 const SOCKET: &str = "/tmp/memcached";
-/// Bytes of a value; with its key and header it fills most of a page.
+/// Bytes of a value: with its key and header it fills most of a page.
 const VALUE: usize = 3900;
-/// Reads of a piece of work.
 const READS: usize = 64;
 
 fn value(key: u64) -> Vec<u8> {
@@ -178,7 +174,7 @@ impl Memcached {
         Ok(line.trim_end().to_owned())
     }
 
-    /// The value of this key; none is empty.
+    /// The value of this key; a value is never empty.
     fn read(&mut self, key: u64) -> Result<Vec<u8>> {
         self.connection.get_mut().write_all(format!("get {key}\r\n").as_bytes())?;
         if self.line()? == "END" {

@@ -1,8 +1,8 @@
-//! A program whose memory is cold but for one page of each 2 MiB, of which khugepaged then makes huge pages.
+//! A program whose memory is cold except for one page of each 2 MiB, and of which khugepaged then makes huge pages.
 //!
 //! Before: it is started with a size. It writes `filled` when all its memory is present. After: a line of input lets
-//! khugepaged work; at the next one all of it is compared.
-//! Threads: one touches the hot pages once a second, one reads commands. Units: the size is MiB, a unit is 2 MiB.
+//! khugepaged work; at the next line all memory is compared. Threads: one touches the hot pages once a second, one
+//! reads commands. Units: the size is MiB, a unit is 2 MiB.
 
 use std::io::{self, BufRead, Write};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use ballast_sys::Anon;
 
 use crate::heat::random;
 
-/// Run until all was compared.
+/// Runs until the final comparison is done.
 pub fn run(mib: usize) -> Result<()> {
     let memory = Arc::new(Anon::new(mib << 20).context("Mapping memory")?);
     let pages = memory.len() / PAGE_SIZE;

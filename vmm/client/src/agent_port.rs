@@ -12,8 +12,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// The environment variable with the path of a socket. Without it and [`crate::Builder::agent_port`], a VMM has no
-/// port.
+/// The environment variable with a socket's path. Without it and [`crate::Builder::agent_port`], there is no port.
 pub const AGENT_VARIABLE: &str = "BALLAST_AGENT";
 
 /// The host's end of the port of the guest's agent.
@@ -26,7 +25,6 @@ pub enum AgentPort {
 }
 
 impl AgentPort {
-    /// The port that the environment names.
     pub(crate) fn of_environment() -> Option<Self> {
         let path = std::env::var_os(AGENT_VARIABLE).filter(|path| !path.is_empty())?;
         Some(Self::Listening(path.into()))
@@ -52,7 +50,7 @@ fn describe(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// Whether only this process's user, and root, can put a socket there.
+/// Whether only this process's user, and root, can put a socket into this folder.
 fn check_folder(folder: &Path) -> io::Result<()> {
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     let found = std::fs::metadata(folder).map_err(|error| describe(folder, error))?;

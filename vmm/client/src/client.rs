@@ -34,7 +34,6 @@ pub struct Client {
 }
 
 impl Client {
-    /// The keeper has accepted the attachment.
     pub(crate) fn new(shared: Arc<Shared>, vm: VmId) -> Self {
         Self { shared, vm }
     }
@@ -97,8 +96,7 @@ impl Client {
             }
             match &answer {
                 Ok(Asked::Again(why)) => {
-                    // If it stayed in the table, both an attach message after a keeper's death and the next request
-                    // would announce it.
+                    // If it stayed in the table, an attach message or the next request would announce it.
                     region = shared.table.locked().take(hva);
                     if region.is_none() {
                         let why = format!("RAM at {hva} was unmapped before it was announced");
@@ -157,8 +155,7 @@ impl Client {
         self.shared.table.locked().iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
     }
 
-    /// Removes RAM that is about to be unplugged: call it before the unmap, and unmap after it returns, whatever it
-    /// returns.
+    /// Removes RAM that is about to be unplugged: call it before the unmap, and unmap then, whatever it returns.
     pub fn remove_region(&self, hva: Hva) -> Result<(), RequestError> {
         /// Most keepers that are asked in turn: more do not die during one unplug.
         const MOST_KEEPERS: usize = 8;
@@ -169,12 +166,11 @@ impl Client {
         }
         let mut answer = Ok(Asked::Later);
         let mut unlisted = false;
-        // If the keeper dies before it replies, its successor may have the region from an attach message, so it is
-        // asked, too.
+        // If the keeper dies before it replies, its successor may have read of the region, so it is asked, too.
         for _ in 0..MOST_KEEPERS {
             let timing = shared.timing;
             answer = shared.link.ask(&ClientToKeeper::RemoveRegion(hva), &[], timing.answer, false, |state| {
-                // Without a keeper, the next attach message must not contain the region; otherwise it stays until the
+                // Without a keeper, the next attach message must not contain the region. With one, it stays until the
                 // reply.
                 if state.phase != link::Phase::Up {
                     unlisted = shared.table.locked().remove(hva);
@@ -220,7 +216,7 @@ impl Client {
     }
 
     /// Prepares to hand this process's RAM on: to a program that it executes, or to another VMM that opens the file.
-    /// Restores each far page, and reclaims none from now on, for this reason, as after [`Client::pin`]. `Ok` means
+    /// Restores each far page, and from now on reclaims none, for this reason, as after [`Client::pin`]. `Ok` means
     /// that all pages are in their files; without it, do not hand the RAM on. Takes a second per 100,000 far pages, and
     /// gives up when no page was restored for 30 seconds (no memory, or a store that does not respond).
     pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
@@ -310,8 +306,7 @@ impl Client {
         self.leave(hva, len, false)
     }
 
-    /// Like [`Client::unmapping`], before a call that may fail and leave the mapping: far pages of completely covered
-    /// regions are restored, too.
+    /// Like [`Client::unmapping`], before a call that may fail: also restores far pages of completely covered regions.
     pub fn mapping_over(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
         self.leave(hva, len, true)
     }
@@ -331,13 +326,11 @@ impl Client {
     }
 }
 
-/// A range in pieces of this size; the last one may be shorter.
 fn pieces(hva: Hva, len: u64, size: u64) -> impl Iterator<Item = Range> {
     let end = hva.0 + len;
     (hva.0..end).step_by(size as usize).map(move |at| (Hva(at), (end - at).min(size)))
 }
 
-/// Touches each page of a range, so that none is far.
 fn populate((hva, len): Range) -> std::io::Result<()> {
     let advice = rustix::mm::Advice::LinuxPopulateRead;
     // SAFETY: MADV_POPULATE_READ changes no bytes and frees nothing; an address that is unmapped meanwhile is an error,

@@ -46,11 +46,10 @@ impl Pair {
         }
     }
 
-    /// Takes back each message that no engine has read.
     fn take_back(&self) -> Vec<Vec<u8>> {
         let mut messages = Vec::new();
-        // `theirs` is blocking, because engines share its open file description. With MSG_DONTWAIT, the call fails when
-        // no message is left.
+        // `theirs` is blocking, because engines share its open file description. MSG_DONTWAIT fails when no message is
+        // left.
         let mut buffer = vec![0; scm::MAX_MESSAGE];
         while let Ok((len, _)) =
             rustix::net::recv(&self.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT)
@@ -70,7 +69,7 @@ struct Waiter {
     ranges: Vec<Range>,
     /// Sequence numbers of those copies on the current socket that may still take effect, ascending, as in the socket.
     copies: Vec<u64>,
-    /// A copy was read from an earlier socket, and got no reply.
+    /// An engine read a copy from an earlier socket, and did not reply.
     uncertain: bool,
     done: Option<Result<(), String>>,
 }
@@ -95,7 +94,7 @@ impl State {
         id
     }
 
-    /// Removes a copy that was taken back unread. Returns its waiter; `None`: it has no waiter.
+    /// Removes a copy that was taken back unread. Returns its waiter, if it has one.
     fn strike(&mut self, seq: u64) -> Option<u64> {
         let owner = self.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq))?;
         owner.copies.retain(|copy| *copy != seq);
@@ -118,8 +117,8 @@ impl State {
         self.waiters.iter().all(|waiter| waiter.id != id || waiter.copies.is_empty() && !waiter.uncertain)
     }
 
-    /// These messages were taken back because of one waiter; those of others are sent again. A discard gets a new
-    /// number, because an engine may have read a later message in between: the reply to an earlier number then does not
+    /// Handles messages that were taken back because of the waiter `id`; those of others are sent again. A discard gets
+    /// a new number: an engine may have read a later message in between, so the reply to the earlier number does not
     /// count.
     fn settle(&mut self, id: u64, taken: Vec<Vec<u8>>) {
         let Some(pair) = self.pair.clone() else { return };
@@ -155,7 +154,6 @@ pub enum DiscardError {
     Failed(String),
 }
 
-/// The control socket, and the discards that wait for replies on it.
 #[derive(Debug, Default)]
 pub(crate) struct ControlSocket {
     state: Mutex<State>,
@@ -168,8 +166,7 @@ impl ControlSocket {
         self.state.locked().pair.clone()
     }
 
-    /// Replaces the socket. Messages that no engine has read from the old one are taken back, and waiting discards are
-    /// sent on the new one.
+    /// Replaces the socket. Takes back messages that no engine has read, and sends waiting discards on the new one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
         let mut state = self.state.locked();
         for bytes in state.pair.replace(pair).map(|old| old.take_back()).unwrap_or_default() {
@@ -179,7 +176,7 @@ impl ControlSocket {
         }
         for index in 0..state.waiters.len() {
             if state.waiters[index].done.is_some() {
-                // Its thread has not run since the reply: another copy would take effect after the discard has
+                // The waiter has not run since the reply: another copy would take effect after the discard has
                 // returned.
                 continue;
             }
@@ -231,9 +228,9 @@ impl ControlSocket {
                 if state.recall(id) {
                     break Err(DiscardError::NoAnswer(timeout));
                 }
-                // Its unread copies were taken back.
+                // The waiter's unread copies were taken back.
                 (deadline, repeat_at) = (now + timeout, now);
-                // Without the lock, which zaps need, too.
+                // The wait is without the lock, which zaps need, too.
                 drop(state);
                 announce();
                 state = self.state.locked();

@@ -1,5 +1,4 @@
-//! `/dev/userfaultfd` from the keeper, for a VMM that may not open it: of another user, or in a container or a mount
-//! namespace without it.
+//! `/dev/userfaultfd` from the keeper, for a VMM of another user, or in a container or mount namespace without it.
 //!
 //! Before: this process could not create a userfaultfd. After: it has the keeper's open device. The kernel checks
 //! permission when the device is opened; the address space is that of the process that creates the userfaultfd.
@@ -17,7 +16,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use crate::error::AttachError;
 
-/// Asks the keeper at this socket for the device. `Ok(None)`: it has none, and its log says why.
+/// Asks the keeper at this socket for the device. `Ok(None)`: the keeper has none, and its log says why.
 pub(crate) fn of_keeper(path: &Path, at_most: Duration) -> Result<Option<OwnedFd>, AttachError> {
     let open = || -> std::io::Result<OwnedFd> {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;

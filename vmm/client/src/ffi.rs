@@ -104,7 +104,6 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// A failure, which C gets as errno and text.
 struct Failure(c_int, String);
 
 impl From<AttachError> for Failure {

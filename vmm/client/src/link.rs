@@ -1,5 +1,4 @@
-//! Requests over the attach socket, and the state that must survive the keeper: VM id, escrow files, pinned reason,
-//! may-pin flag.
+//! Requests over the attach socket, and what must survive the keeper: VM id, escrow files, pinned reason, may-pin flag.
 //!
 //! Before: a VMM thread adds, removes or pins. After: the keeper has replied, or the next attach message contains the
 //! change.
@@ -19,16 +18,12 @@ use ballast_sys::scm;
 
 use crate::error::{AttachError, RequestError};
 
-/// The state of the connection to the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not connected.
     Down,
     /// The attach message was sent; its content is fixed.
     Pending,
-    /// Attached.
     Up,
-    /// The first attach failed.
     Failed,
 }
 
@@ -53,13 +48,13 @@ pub(crate) struct State {
     sent: u64,
     answered: u64,
     answer: Result<Asked, String>,
-    /// Number of the last request, and the region's address, if that request announces a region.
+    /// Number of the last request; and the address of the region that it announces, if it announces one.
     adding: Option<(u64, Hva)>,
     error: Option<AttachError>,
 }
 
 impl State {
-    /// Whether this is still the socket to the keeper. Another socket means another keeper, which had an attach
+    /// Whether this is still the socket to the keeper. On another socket is another keeper, which had an attach
     /// message.
     fn is_on(&self, socket: &Arc<OwnedFd>) -> bool {
         self.socket.as_ref().is_some_and(|now| Arc::ptr_eq(now, socket))
@@ -72,13 +67,12 @@ pub(crate) struct Link {
     changed: Condvar,
     /// Held for a whole request, so that there is one at a time.
     asking: Mutex<()>,
-    /// A keeper has confirmed that this VM may pin. That is final: each later attach message says so.
+    /// A keeper has confirmed that this VM may pin. This stays true: each later attach message says so.
     may_pin_confirmed: AtomicBool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
-    /// The keeper did it.
     Done,
     /// The keeper did nothing, for this reason, and must be asked again soon.
     Again(String),
@@ -118,7 +112,6 @@ impl Link {
         self.state.locked().vm
     }
 
-    /// Whether this is still the first attempt.
     pub fn first(&self) -> bool {
         self.vm().is_none()
     }
@@ -156,9 +149,9 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// The keeper has replied to the next request. If it has taken the region of the last request, `taken` is called
-    /// before the requesting thread runs, because the engine may zap pages of it at once. A late reply to an earlier
-    /// request says nothing about that region.
+    /// Delivers the keeper's reply to the next request. If the keeper has taken the region of the last request, `taken`
+    /// is called before the requesting thread runs, because the engine may zap pages of it at once. A late reply to an
+    /// earlier request says nothing about that region.
     pub fn answer(&self, answer: Result<Asked, String>, taken: impl FnOnce(Hva)) {
         let mut state = self.state.locked();
         if state.answered < state.sent {
@@ -221,7 +214,7 @@ impl Link {
         self.ask_while(message, fds, limit, waits, change, &|| false)
     }
 
-    /// Like `ask`, but after `limit`, waits for that keeper for another `limit` if `goes_on` returns true.
+    /// Like `ask`, but after `limit`, waits for that keeper for another `limit` as long as `goes_on` returns true.
     pub fn ask_while(
         &self,
         message: &ClientToKeeper,
@@ -253,7 +246,7 @@ impl Link {
                 }
                 // This keeper does not read its socket, and will not see the request.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
-                // It is gone; the service thread will notice soon.
+                // The keeper is gone; the service thread will notice soon.
                 Err(_) => return self.settle(state, &socket, until, waits),
             }
             let number = state.sent;
@@ -300,7 +293,7 @@ impl Link {
         Ok(())
     }
 
-    /// The socket of a request has failed: waits until the service thread has noticed.
+    /// Waits until the service thread has noticed that the socket of a request has failed.
     fn settle(
         &self,
         mut state: MutexGuard<'_, State>,
@@ -317,7 +310,7 @@ impl Link {
         self.missing(state, until, waits)
     }
 
-    /// The keeper is missing; each attach message from now on has the change.
+    /// Handles the lack of a keeper; each attach message from now on has the change.
     fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, waits: bool) -> Result<Asked, RequestError> {
         while waits && state.phase != Phase::Up {
             if Instant::now() >= until {

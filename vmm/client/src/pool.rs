@@ -22,9 +22,6 @@ const SILENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Takes memory from the pool.
-///
-/// # Errors
-/// The pool refuses, or does not respond.
 pub fn take(socket: &Path, wanted: &Take) -> Result<Vec<RamExtent>, Invalid> {
     let begun = Instant::now();
     loop {

@@ -47,11 +47,11 @@ pub(crate) struct Checked {
     pub span: Span,
     pub extents: Extents,
     pub guest_address: Option<u64>,
-    /// The files of the extents, each once.
+    /// The files of the extents, without repetition.
     pub files: Vec<(OwnedFd, FileId)>,
-    /// Bytes of its pages.
+    /// Bytes of a page of the files.
     pub page: u64,
-    /// Its pages are allocated when they are touched, so that the engine must see each touch.
+    /// The pages are allocated when they are touched, so the engine must see each touch.
     pub is_on_demand: bool,
 }
 
@@ -103,8 +103,8 @@ impl Checked {
         Ok(Self { span, extents, guest_address, files, page: page.0, is_on_demand })
     }
 
-    /// If its pages are allocated on demand, registers all of it before the first touch: until an engine serves it, a
-    /// touch waits. The engine finds it registered, by the same rule.
+    /// If the pages are allocated on demand, registers all of the RAM before the first touch: until an engine serves
+    /// it, a touch waits. The engine finds the RAM registered, by the same rule.
     pub fn register(&self, uffds: &[Uffd]) -> io::Result<()> {
         if !self.is_on_demand {
             return Ok(());
@@ -114,7 +114,7 @@ impl Checked {
         parts.try_for_each(|(shard, part)| uffds[shard].register(self.span.hva + part.start().offset(), part.bytes().0))
     }
 
-    /// The description for the keeper, if the files have these numbers.
+    /// The description for the keeper; `number` maps each file to its number in the message.
     pub fn info(&self, number: impl Fn(FileId) -> u16) -> RegionInfo {
         let extents = self.extents.renumbered(|file| number(self.files[usize::from(file)].1));
         RegionInfo { span: self.span, extents: extents.list().to_vec(), guest_address: self.guest_address }

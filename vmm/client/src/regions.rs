@@ -21,11 +21,11 @@ pub(crate) struct Region {
     pub ram: Checked,
     /// Parts that were unmapped or mapped over since, as `(start, end)` addresses.
     holes: Vec<(u64, u64)>,
-    /// A keeper has confirmed it. Before that, no page of it was zapped, so none is far.
+    /// A keeper has confirmed the region. Before that, no page of it was zapped, so none is far.
     confirmed: bool,
-    /// The VMM was told that it is not managed, and may use it as it likes.
+    /// The VMM was told that the region is not managed, and may use it as it likes.
     failed: bool,
-    /// The units that were zapped. Without it, an engine must know about each discard.
+    /// The units of the region that were zapped. Without the record, an engine must know about each discard.
     record: Option<Record>,
 }
 
@@ -35,7 +35,6 @@ impl Region {
         Ok(Self { ram: Checked::new(ram)?, holes: Vec::new(), confirmed: false, failed: false, record: None })
     }
 
-    /// Whether its RAM consists of huge pages.
     pub fn is_huge(&self) -> bool {
         self.ram.page > PAGE_SIZE as u64
     }
@@ -55,7 +54,6 @@ impl Region {
     }
 }
 
-/// All announced regions.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     regions: Vec<Region>,
@@ -86,13 +84,12 @@ impl Table {
         self.regions.extend(region);
     }
 
-    /// A keeper has confirmed this region.
     pub fn confirm(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
     }
 
-    /// A keeper has confirmed all regions. `for_the_first_time`: no keeper had before; `is_first`: this process is the
-    /// first of its VM there.
+    /// Notes that a keeper has confirmed all regions. `for_the_first_time`: no keeper had before; `is_first`: this
+    /// process is the first of its VM at the keeper.
     pub fn attached(&mut self, for_the_first_time: bool, is_first: bool) {
         for region in &mut self.regions {
             region.confirmed = true;
@@ -104,7 +101,7 @@ impl Table {
         }
     }
 
-    /// Records that the parts of these ranges that may be zapped are about to be.
+    /// Records that the parts of these ranges that may be zapped will be zapped now.
     pub fn note_zapped(&mut self, ranges: &[Range]) {
         for region in &mut self.regions {
             let (from, to) = region.span();
@@ -118,7 +115,7 @@ impl Table {
         }
     }
 
-    /// An engine has restored this range, and has no copy of it.
+    /// Notes that an engine has restored this range, and has no copy of it.
     pub fn settled(&mut self, (hva, len): Range) {
         for region in &mut self.regions {
             let (from, to) = region.span();
@@ -130,7 +127,7 @@ impl Table {
         }
     }
 
-    /// Whether all of this may be discarded, nothing of it was ever zapped, and it is not too much.
+    /// Whether all of this may be discarded, no part of it was ever zapped, and it is at most [`MOST`].
     pub fn is_never_zapped(&self, ranges: &[Range]) -> bool {
         let is_small = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len)) <= MOST;
         is_small
@@ -144,7 +141,7 @@ impl Table {
             })
     }
 
-    /// The VMM was told that this region is not managed: it is never zapped from now on.
+    /// Notes that the VMM was told that this region is not managed: it is never zapped from now on.
     pub fn fail(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.failed = true);
     }
@@ -155,12 +152,11 @@ impl Table {
         self.regions.iter().any(|region| Some(region.confirmed) != first)
     }
 
-    /// Takes the unconfirmed regions off the table.
     pub fn take_unconfirmed(&mut self) -> Vec<Region> {
         self.regions.extract_if(.., |region| !region.confirmed).collect()
     }
 
-    /// The regions, as the keeper gets them, and their files, each once. `all`: also unconfirmed ones.
+    /// The regions as the keeper gets them, and their files, each once. With `all`, unconfirmed regions are included.
     pub fn describe(&self, all: bool) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
         let mut numbers: HashMap<FileId, u16> = HashMap::new();
         let mut files = Vec::new();
@@ -174,12 +170,11 @@ impl Table {
         (regions().map(|region| region.ram.info(|id| numbers[&id])).collect(), files)
     }
 
-    /// Takes a region off the table; false if none starts there.
+    /// Takes a region off the table; false if none starts at this address.
     pub fn remove(&mut self, hva: Hva) -> bool {
         self.take(hva).is_some()
     }
 
-    /// Takes a region off the table, and returns it.
     pub fn take(&mut self, hva: Hva) -> Option<Region> {
         let at = self.regions.iter().position(|region| region.hva() == hva)?;
         Some(self.regions.remove(at))
@@ -252,9 +247,9 @@ impl Table {
         parts
     }
 
-    /// These addresses are about to be unmapped or mapped over. Returns the regions that they cover completely, which
-    /// the keeper must be told, and parts of other regions, which become holes and are never zapped again. If the call
-    /// may fail and leave the mapping, completely covered regions are returned as parts, too.
+    /// Notes that these addresses will be unmapped or mapped over. Returns the regions that they cover completely,
+    /// which the keeper must be told, and parts of other regions, which become holes and are never zapped again. If the
+    /// call may fail and leave the mapping, completely covered regions are returned as parts, too.
     pub fn unmapping(&mut self, hva: Hva, len: u64, may_fail: bool) -> (Vec<Hva>, Vec<Range>) {
         if len == 0 {
             return (Vec::new(), Vec::new());
@@ -283,7 +278,6 @@ impl Table {
         (whole, parts)
     }
 
-    /// Memory that the RAM files use now.
     pub fn resident(&self) -> Bytes {
         let mut seen = HashSet::new();
         let files = self.regions.iter().flat_map(|region| &region.ram.files).filter(|(_, id)| seen.insert(*id));

@@ -35,11 +35,11 @@ struct Pending {
     socket: Arc<OwnedFd>,
     pair: Arc<Pair>,
     until: Instant,
-    /// It does not contain unconfirmed regions.
+    /// The message does not contain unconfirmed regions.
     in_part: bool,
 }
 
-/// The state of this thread alone.
+/// State that only this thread uses.
 struct Service<'a> {
     shared: &'a Shared,
     pending: Option<Pending>,
@@ -53,7 +53,7 @@ struct Service<'a> {
     told_short: bool,
     /// The operator was told that the keeper asks to wait.
     told_later: bool,
-    /// Refusals by keepers since it was last attached.
+    /// Refusals by keepers since the last successful attach.
     refusals: u32,
     /// The next attach message will not contain unconfirmed regions.
     leaves_out: bool,
@@ -69,7 +69,7 @@ fn is_short(error: &AttachError) -> bool {
     matches!(Errno::from_io_error(source), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
-/// Returns only if the first attach fails: the thread is then not needed.
+/// Runs the service thread. Returns only if the first attach fails: the thread is then not needed.
 pub(crate) fn run(shared: &Shared) {
     let mut service = Service {
         shared,
@@ -89,7 +89,6 @@ pub(crate) fn run(shared: &Shared) {
 }
 
 impl Service<'_> {
-    /// Waits for one round of events and handles them.
     fn turn(&mut self) {
         let now = Instant::now();
         if self.shared.link.phase() == Phase::Down && self.pending.is_none() && now >= self.retry_at {
@@ -133,7 +132,7 @@ impl Service<'_> {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
-        // First, so that a later zap finds the regions confirmed.
+        // The keeper's messages come first, so that a later zap finds the regions confirmed.
         if let (Some(socket), Some(true)) = (socket, ready.get(controls.len())) {
             self.serve_keeper(&socket);
         }
@@ -194,7 +193,7 @@ impl Service<'_> {
     /// Handles a failed attempt: reports the first, and repeats others later.
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
-            // The VM waits however long it takes: without Ballast it would read zeros where pages are still far.
+            // The VM waits for any time: without Ballast it would read zeros where pages are still far.
             self.later(&chain(&error));
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
@@ -226,7 +225,6 @@ impl Service<'_> {
         self.shared.link.down();
     }
 
-    /// Handles a message, or the end, on the attach socket.
     fn serve_keeper(&mut self, socket: &Arc<OwnedFd>) {
         let (received, is_whole) = match scm::receive_or_bytes(socket.as_fd()) {
             Ok(Some(received)) => received,
@@ -264,7 +262,7 @@ impl Service<'_> {
                     });
                 }
                 if !is_whole {
-                    // Those files that it has stay valid.
+                    // The files that it has already stay valid.
                     self.short(&chain(&system("receiving the VM's files again")(Errno::MFILE.into())));
                 }
                 if pending.in_part {
@@ -293,7 +291,7 @@ impl Service<'_> {
         self.shared.link.answer(answer, |hva| self.shared.table.locked().confirm(hva));
     }
 
-    /// The keeper took the VM without its unconfirmed regions, which have no far pages.
+    /// Handles that the keeper took the VM without its unconfirmed regions, which have no far pages.
     fn leave_out(&mut self) {
         for region in self.shared.table.locked().take_unconfirmed() {
             let (hva, len) = (region.hva(), region.ram.span.len);
@@ -378,7 +376,6 @@ impl Service<'_> {
         }
     }
 
-    /// Handles whether a reply was sent.
     fn replied(&mut self, sent: io::Result<bool>) {
         match sent {
             Ok(true) => {}
@@ -400,21 +397,17 @@ impl Service<'_> {
 }
 
 /// Drops the PTEs of these ranges. Returns the parts that were left alone: those outside announced RAM, and those that
-/// the kernel did not zap.
-///
-/// # Errors
-/// EINVAL: more ranges than an engine may send; nothing was zapped.
+/// the kernel did not zap. EINVAL: more ranges than an engine may send; nothing was zapped.
 fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32> {
     if ranges.len() > MAX_RANGES {
         return Err(libc::EINVAL);
     }
-    // In this order: see `zapped.rs`.
+    // The gate comes before the table: see `zapped.rs`.
     let gate = shared.gate.zap();
     let mut table = shared.table.locked();
     table.note_zapped(ranges);
     drop(gate);
-    // `left`: for each range, the parts that must not be zapped. `ours`, `of`: each part to zap, and the index of its
-    // range.
+    // `left`: for each range, the parts that must not be zapped. `ours`, `of`: each part to zap, and its range's index.
     let (mut left, mut ours, mut of) = (Vec::new(), Vec::new(), Vec::new());
     for (number, range) in ranges.iter().enumerate() {
         let (parts, holes) = table.split(*range);

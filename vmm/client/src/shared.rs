@@ -24,10 +24,10 @@ pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// From the attach message, or new RAM, to its reply. If a part of that RAM is far, an engine must serve faults
-    /// first, possibly one that replaces a hung engine.
+    /// Time from the attach message, or from new RAM, to the reply. If a part of that RAM is far, an engine must serve
+    /// faults first, possibly one that replaces a hung engine.
     pub handshake: Duration,
-    /// From a request or a discard to its reply.
+    /// Time from a request or a discard to its reply.
     pub answer: Duration,
     /// Pause before each reconnect.
     pub again: Duration,
@@ -52,7 +52,7 @@ pub(crate) struct Shared {
     pub uuid: Option<Uuid>,
     pub limit: Option<u64>,
     pub vmm: String,
-    /// In a fixed order: a page belongs to one of them permanently.
+    /// The userfaultfds, in a fixed order: a page belongs to one of them permanently.
     pub uffds: Vec<Uffd>,
     pub features: u64,
     pub table: Mutex<Table>,
@@ -61,7 +61,6 @@ pub(crate) struct Shared {
     pub control: ControlSocket,
     pub fail_stop: Mutex<FailStop>,
     pub timing: Timing,
-    /// The port of the guest's agent, if it has one.
     pub agent_port: Option<AgentPort>,
 }
 
@@ -78,7 +77,6 @@ pub fn announce(text: &str) {
     log_line::put(std::io::stderr().as_fd(), &format!("ballast: {text}"));
 }
 
-/// The longest prefix that fits into a message, cut at a character boundary.
 pub(crate) fn cut(text: String) -> String {
     log_line::cut_at(text, 256)
 }

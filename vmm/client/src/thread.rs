@@ -7,9 +7,6 @@
 use crate::visit;
 
 /// Starts a thread that runs `body`.
-///
-/// # Errors
-/// The kernel cannot start a thread.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();

@@ -17,9 +17,6 @@ use crate::shared::cut;
 use crate::visit;
 
 /// Tells the keeper that the VM of this name runs unmanaged, and why.
-///
-/// # Errors
-/// There is no keeper.
 pub fn report_unmanaged(name: Option<&str>, why: &str) -> io::Result<()> {
     let _quiet = visit::enter();
     let name = name.map_or_else(own_name, wire::shown_name);

@@ -23,7 +23,7 @@ pub fn enter() -> Visit {
     Visit(())
 }
 
-/// Enters the client for good, on the client's own thread.
+/// Enters the client permanently, on the client's own thread.
 pub fn enter_permanently() {
     std::mem::forget(enter());
 }

@@ -1,4 +1,4 @@
-//! The client against a scripted keeper and engine: its messages, its reactions, and what it survives.
+//! The client against a scripted keeper and engine: its messages, its reactions, and the failures that it survives.
 
 mod double;
 
@@ -48,17 +48,16 @@ fn builder(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> Builder {
         .timing(timing)
 }
 
-/// A client with a short timeout, for tests without a reply.
+/// A client with short timeouts, for tests without a reply.
 fn impatient(builder: Builder) -> Builder {
     builder.timing(Timing { answer: Duration::from_millis(700), ..Timing::default() })
 }
 
-/// A client with a short timeout, for tests without a reply about RAM.
+/// A client with a short timeout for replies about RAM, for tests without one.
 fn hasty(builder: Builder) -> Builder {
     builder.timing(Timing { handshake: Duration::from_secs(5), ..Timing::default() })
 }
 
-/// Attaches while `script` plays the keeper.
 fn attach_with<T: Send>(
     builder: Builder,
     keeper: &Keeper,
@@ -147,7 +146,8 @@ fn garbage_on_either_socket_is_survived() {
     session.answer(&KeeperToClient::Attached { vm: VmId([9; 16]), stores: Vec::new(), is_first: false });
     session.answer(&KeeperToClient::Refused("nobody asked".into()));
     session.tell(&EngineToClient::DiscardDone { seq: 12345, error: None });
-    // One thread reads both sockets in turn: once nothing is unread here, a reply there means that all was handled.
+    // The client's thread reads both sockets in turn: when this socket has no unread message, a reply on the other one
+    // means that the client has handled them all.
     while unread(&session.socket) > 0 {
         std::thread::yield_now();
     }
@@ -241,7 +241,7 @@ fn several_userfaultfds_come_back_in_order_and_differ() {
         let session = keeper.client();
         session.accept();
         assert_eq!(session.attach.shards, 3);
-        // One part of RAM per userfaultfd.
+        // A part of the RAM for each userfaultfd.
         let whole = session.whole(0);
         session.more_uffds[1].register(whole.0, pages(4)).expect("register");
         (ids(&session), whole)
@@ -454,7 +454,7 @@ fn a_region_that_the_vmm_knows_to_be_unmanaged_is_never_zapped() {
     let range = (hva(extra_map.addr()), pages(PAGES));
     let added = client.add_region(extra, range.0, Bytes(range.1), Bytes(0));
     assert!(matches!(added, Err(RequestError::NoAnswer)), "{added:?}");
-    // This keeper, or the engine, may still know of it, and the next one does.
+    // This keeper, or the engine, may still know of the region, and the next keeper does.
     assert_eq!(session.zap_parts(1, vec![range]), (None, vec![range]));
     drop(session);
     let session = keeper.client();
@@ -475,7 +475,7 @@ fn a_keeper_that_refuses_a_vm_is_also_offered_it_without_unconfirmed_ram() {
     // Waits until the client has noticed the death.
     client.add_region(extra, range.0, Bytes(range.1), Bytes(0)).expect("announced by the next attach message");
     let keeper = Keeper::restart(away);
-    // The reason may pass, so all of it is offered a few times.
+    // The reason may pass, so all of the RAM is offered a few times.
     for regions in [2, 2, 2, 1, 2] {
         let session = keeper.client();
         assert_eq!((session.attach.regions.len(), session.attach.resume), (regions, Some(VM)));
@@ -670,7 +670,7 @@ fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
         let gone = hva(extra_map.addr());
         let removing = scope.spawn(move || client.remove_region(gone).map(|()| client.ram()));
         assert_eq!(session.request().0, ClientToKeeper::RemoveRegion(gone));
-        // The keeper dies before it replies. The next one is not told of the region, or is asked again.
+        // The keeper dies before it replies. The next keeper is not told of the region, or is asked again.
         drop(session);
         let session = keeper.client();
         session.accept();
@@ -712,7 +712,7 @@ fn a_zap_reports_parts_mapped_over_whose_far_pages_were_restored_before() {
     }
     let whole = session.whole(0);
     assert_eq!(session.zap_parts(3, vec![whole]), (None, vec![(at(3), pages(2))]));
-    // All but these two were zapped.
+    // All pages but these two were zapped.
     assert_eq!(session.uffd.map_existing(at(2), pages(1)).expect("continue"), FillOutcome::Done);
     assert_eq!(session.uffd.map_existing(at(5), pages(1)).expect("continue"), FillOutcome::Done);
     assert_eq!((word(&map, 3), word(&map, 4)), (4, 5), "these are still mapped");

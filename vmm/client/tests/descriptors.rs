@@ -39,7 +39,7 @@ fn a_client_short_of_descriptors_keeps_its_own_files_and_attaches() {
         std::thread::yield_now();
     }
     setrlimit(Resource::Nofile, usual).expect("the usual limit");
-    // It is attached: it asks this keeper, and takes the reply.
+    // The client is attached: it asks this keeper, and takes the reply.
     std::thread::scope(|scope| {
         let asks = scope.spawn(|| client.pin("a device"));
         let (asked, _) = session.request();

@@ -63,13 +63,12 @@ impl Stage {
             freed.join().expect("thread");
             asked
         });
-        // A message that came last would take the place of the reply.
+        // A message that came last would be taken for the reply.
         self.session.ping(1);
         assert!(asked.is_empty() || asked == [range], "{asked:?}");
         !asked.is_empty()
     }
 
-    /// Replaces the keeper with its next program.
     fn another_keeper(self, is_first: bool) -> Self {
         let away = self.keeper.die();
         drop(self.session);
@@ -150,7 +149,6 @@ fn ram_that_was_plugged_is_asked_for() {
     });
 }
 
-/// Whether the client's thread waits for a lock.
 fn service_waits() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").expect("tasks").flatten().map(|task| task.path());
     let is_it = |path: &std::path::PathBuf| {

@@ -16,22 +16,21 @@ use crate::{guest, shape};
 
 static PORT: Mutex<Option<AgentPort>> = Mutex::new(None);
 
-/// Takes the port in the environment.
 pub fn take_named() {
     if let Ok(value) = std::env::var(VARIABLE) {
         take(&value);
     }
 }
 
-/// Takes the port in this value of the environment: a path, or two descriptor numbers, our end and the VMM's.
+/// Takes the port in this value of the variable: a path, or two descriptor numbers, our end and the VMM's.
 fn take(value: &str) {
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let port = match numbers.as_deref() {
         Some([ours, theirs]) => {
-            // Programs that the VMM starts get neither.
+            // Programs that the VMM starts do not inherit the descriptors.
             // SAFETY: changes a flag of a descriptor, or returns EBADF.
             let set = |fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
-            // The program that started the VMM may have closed them, and opened other files.
+            // The program that started the VMM may have closed them, and opened other files under their numbers.
             let open = [*ours, *theirs].map(|fd| guest::is_socket(fd) && set(fd));
             // SAFETY: it is open, and `ballast run` made it for this library alone.
             (open == [true, true]).then(|| AgentPort::Connected(unsafe { OwnedFd::from_raw_fd(*ours) }))
@@ -41,7 +40,6 @@ fn take(value: &str) {
     *PORT.locked() = port;
 }
 
-/// Gives the port to the client of this process, if there is one.
 pub fn give_port(builder: Builder) -> Builder {
     // A program that starts QEMU passes the port on; any other program that attaches is the VMM.
     if !shape::is_qemu_here() {

@@ -22,7 +22,6 @@ const KVM_SET_MSRS: c_ulong = 0x4008_AE89;
 const MSR_KVM_ASYNC_PF_EN: u32 = 0x4B56_4D02;
 const ENABLED: u64 = 1;
 
-/// An entry of `struct kvm_msrs`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct Msr {
@@ -36,7 +35,7 @@ thread_local! {
     static DELAYED: Cell<Option<(c_int, Msr)>> = const { Cell::new(None) };
 }
 
-/// Makes this call, if it is one of the two that matter here.
+/// Makes this call, if it is a call that matters here (`KVM_RUN`, `KVM_SET_MSRS`).
 ///
 /// # Safety
 /// As `ioctl`.
@@ -86,7 +85,7 @@ unsafe fn set(fd: c_int, request: c_ulong, arg: *mut c_void) -> Option<c_int> {
     let others = [&msrs[..at], &msrs[at + 1..]].concat();
     // SAFETY: the caller's promise.
     let answer = if others.is_empty() { 0 } else { unsafe { write(fd, &others) } };
-    // The kernel returns how many it has set, from the first on.
+    // The kernel returns the number of MSRs that it has set, from the first on.
     Some(if answer >= at as c_int { answer + 1 } else { answer })
 }
 
@@ -101,11 +100,11 @@ unsafe fn write(fd: c_int, msrs: &[Msr]) -> c_int {
     unsafe { next::ioctl(fd, KVM_SET_MSRS, list.as_mut_ptr().cast()) }
 }
 
-/// Whether it is the vCPU that runs after a reset.
+/// Whether this is the vCPU that runs first after a reset.
 fn is_first(fd: c_int) -> bool {
     /// Offset of `apic_base` in `struct kvm_sregs`, in words.
     const APIC_BASE: usize = 34;
-    /// The bit of the bootstrap processor (BSP) in it.
+    /// The bit of the bootstrap processor (BSP) in `apic_base`.
     const FIRST: u64 = 1 << 8;
     let mut sregs = [0_u64; 39];
     // SAFETY: the kernel writes as many bytes as the request's number says, which is the size of the array.

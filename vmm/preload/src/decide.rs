@@ -21,9 +21,9 @@ use crate::{agent, guest, identity, missed, pool, through};
 /// The process that attached. A child between `vfork` and `exec` shares this memory, but is another process.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLIENT: OnceLock<Client> = OnceLock::new();
-/// One thread attaches; others that map RAM at that time wait, and then add theirs.
+/// Held by the thread that attaches; others that map RAM at that time wait, and then add theirs.
 static ATTACHING: Mutex<()> = Mutex::new(());
-/// The reason of a pin from before there was RAM.
+/// The reason of a pin that was requested before there was RAM.
 static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
 /// `mlockall(MCL_FUTURE)` was called: all memory that is mapped from now on is locked.
 pub static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
@@ -44,7 +44,7 @@ pub fn watching() -> bool {
 }
 
 /// Whether this process has attached. A child made by the plain system call (`in_child` is not called there) has not,
-/// though it sees what its parent stored.
+/// though it has a copy of its parent's memory.
 fn is_attached() -> bool {
     MODE.load(Ordering::Acquire) == MANAGED && OWNER.load(Ordering::Acquire) == std::process::id()
 }
@@ -57,8 +57,7 @@ pub fn client() -> Option<&'static Client> {
     CLIENT.get()
 }
 
-/// The VMM has mapped a file in a way that makes it RAM if it is shared memory: attaches with it or adds it. `Err` is
-/// the errno for the VMM, which must not keep the mapping.
+/// Handles a mapping that is RAM if its file is shared memory. `Err` is the errno for the VMM, which must not keep it.
 pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) -> Result<(), c_int> {
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
@@ -81,8 +80,8 @@ pub fn new_ram_of_pool(ram: Ram, flags: c_int) -> Result<(), c_int> {
     manage(ram, flags, |_| false)
 }
 
-/// Does not wait for long, because the VMM may stop its whole guest while it plugs RAM. A keeper that is not ready for
-/// this RAM, or does not reply, may know of far pages in it: the VMM then does not get it.
+/// Attaches with RAM, or adds it. Does not wait for long, because the VMM may stop its whole guest while it plugs RAM.
+/// A keeper that does not reply, or is not ready, may know of far pages in it: the VMM then does not get it.
 fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Result<(), c_int> {
     let (hva, len) = (ram.hva, Bytes(ram.extents.iter().map(|extent| extent.len.0).sum()));
     // With unmanaged on-demand memory, the VMM would get a SIGBUS when no page is free.
@@ -100,7 +99,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         return if is_refused { Err(libc::ENOMEM) } else { Ok(()) };
     };
     if is_there(client) {
-        // Another thread has attached with it since the check of `twice`.
+        // Another thread has attached with this RAM since the check of `twice`.
         pin_or_die(client, MAPPED_TWICE);
         return Ok(());
     }
@@ -111,7 +110,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         Ok(()) => {}
         Err(error @ (RequestError::Later(_) | RequestError::NoAnswer)) => {
             announce(format_args!("RAM of {len} at {hva} cannot be plugged now: {error}"));
-            // A keeper that reads the region late reads this next.
+            // A keeper that reads the region late reads the removal next.
             if matches!(error, RequestError::NoAnswer)
                 && let Err(error) = client.remove_region(hva)
             {
@@ -129,7 +128,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
     Ok(())
 }
 
-/// Ends a VMM whose guest has not started: the guest cannot have its RAM.
+/// Ends a VMM whose guest has not started and that cannot have its RAM.
 pub fn stop_if_starting() {
     if MODE.load(Ordering::Acquire) == WAITING {
         announce("stopping before the guest starts");
@@ -140,8 +139,7 @@ pub fn stop_if_starting() {
 
 fn attach(ram: Ram) {
     through::arrive();
-    // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
-    // to RAM past the page table.
+    // A VMM without support for Ballast promises nothing: direct I/O, vhost and some reads bypass the page table.
     let mut builder = agent::give_port(Client::builder().ram(ram).may_pin(true));
     if let Some(name) = identity::name() {
         builder = builder.name(name);
@@ -170,7 +168,7 @@ fn attach(ram: Ram) {
     }
 }
 
-/// Nothing will be managed: ends the VMM, if the operator asked for that.
+/// Handles that nothing will be managed: ends the VMM, if the operator asked for that.
 fn no_client(why: &str) {
     if is_required() {
         announce(format_args!("{why}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
@@ -192,7 +190,7 @@ fn pin_or_die(client: &Client, reason: &str) {
     }
 }
 
-/// The client for a request. Without one, `note` stores the request for [`attach`].
+/// The client for a request. Without a client, `note` stores the request for [`attach`].
 fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     if !watching() {
         return None;
@@ -246,7 +244,7 @@ pub fn executing() -> Result<(), c_int> {
     })
 }
 
-/// The `exec` failed: the VMM continues, and its pin stays.
+/// Notes that the `exec` failed: the VMM continues, and its pin stays.
 pub fn executed_nothing() {
     if client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
@@ -299,7 +297,6 @@ pub fn removing(addr: *mut c_void, len: usize) -> Result<Held, c_int> {
     freeing(client, &ranges)
 }
 
-/// Tells the engine that the VMM is about to free these ranges.
 pub fn discarding(ranges: &[Range]) -> Result<(), c_int> {
     client().map_or(Ok(()), |client| client.discard(ranges).map_err(refused))
 }
@@ -321,15 +318,14 @@ fn refused(error: DiscardError) -> c_int {
     }
 }
 
-/// Tells the client and the pool that these addresses are about to be unmapped. A call that the kernel would refuse for
-/// its arguments unmaps nothing.
+/// Tells the client and the pool that these addresses will be unmapped, unless the kernel would refuse the call.
 pub fn unmapping(addr: *mut c_void, len: usize) {
     if (addr as usize).is_multiple_of(PAGE_SIZE) {
         leave(addr, len, Client::unmapping);
     }
 }
 
-/// Like `unmapping`, before a call that maps something else there, or fails and leaves the mapping.
+/// Like `unmapping`, before a call that maps other memory there, or fails and leaves the mapping.
 pub fn mapping_over(addr: *mut c_void, len: usize) {
     leave(addr, len, Client::mapping_over);
 }
@@ -343,12 +339,10 @@ fn leave(addr: *mut c_void, len: usize, how: impl FnOnce(&Client, Hva, u64) -> R
     }
 }
 
-/// Whether a piece of guest RAM is in this address range.
 pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
 }
 
-/// The `ioctl` that runs a vCPU.
 pub const KVM_RUN: libc::c_ulong = 0xAE80;
 
 /// Whether this `ioctl` runs a vCPU before anything was attached.
@@ -356,7 +350,7 @@ pub fn runs_a_vcpu(request: libc::c_ulong) -> bool {
     request & 0xFFFF_FFFF == KVM_RUN && MODE.load(Ordering::Relaxed) == WAITING
 }
 
-/// The guest starts. If none of its RAM was found, it is private memory, and stays unmanaged.
+/// Notes that the guest starts. If none of its RAM was found, it is private memory, and stays unmanaged.
 pub fn starting() {
     let _one = ATTACHING.locked();
     if MODE.load(Ordering::Acquire) == WAITING {
@@ -364,7 +358,7 @@ pub fn starting() {
     }
 }
 
-/// Whether this descriptor is a file of guest RAM, or a stand-in for one.
+/// Also true of a stand-in for one.
 pub fn is_ram_file(fd: c_int) -> bool {
     let Some(client) = client().filter(|_| fd >= 0) else { return false };
     let quiet = visit::enter();

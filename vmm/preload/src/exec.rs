@@ -4,7 +4,7 @@
 //! executes it. After: each page is in its file, and the VMM has this library, or the call fails.
 //! Threads: any VMM thread, or a child between `vfork` and `exec`, which shares the VMM's memory: once there is a VM,
 //! nothing here allocates.
-//! Promise: a call of a child goes through.
+//! Promise: a call of a child is not refused for far pages.
 
 use std::ffi::{c_char, c_int};
 

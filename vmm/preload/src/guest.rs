@@ -35,12 +35,11 @@ static MONITOR: Mutex<Option<UnixStream>> = Mutex::new(None);
 /// The socket that tells the thread of added RAM.
 static NEWS: OnceLock<UnixStream> = OnceLock::new();
 
-/// Takes the monitor in the environment.
 pub fn take_named() {
     let Ok(value) = std::env::var(VARIABLE) else { return };
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let Some([ours, theirs]) = numbers.as_deref() else { return };
-    // Programs that QEMU starts get neither.
+    // Programs that QEMU starts do not inherit the descriptors.
     // SAFETY: changes a flag of a descriptor, or returns EBADF.
     let set = |fd| is_socket(fd) && unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
     if set(*ours) && set(*theirs) {
@@ -63,12 +62,10 @@ pub fn is_socket(fd: RawFd) -> bool {
     unsafe { libc::fstat(fd, &raw mut stat) == 0 && stat.st_mode & libc::S_IFMT == libc::S_IFSOCK }
 }
 
-/// Whether `ballast run` gave QEMU a monitor for this library.
 pub fn has_monitor() -> bool {
     HAS_MONITOR.load(Ordering::Relaxed)
 }
 
-/// Closes the monitor, because this process is not managed.
 pub fn drop_monitor() {
     drop(MONITOR.locked().take());
 }
@@ -82,7 +79,7 @@ pub fn learn(client: &Client) {
         let _ = NEWS.set(news);
         let client = client.clone();
         thread::spawn("ballast-guest", move || match run(stream, &heard, &client) {
-            // The end of QEMU.
+            // QEMU has ended.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
             Err(error) => announce(format_args!("guest-physical addresses are not known any more: {error}")),
             Ok(()) => {}
@@ -93,10 +90,9 @@ pub fn learn(client: &Client) {
     }
 }
 
-/// Tells the thread that RAM was added.
 pub fn changed() {
     if let Some(mut news) = NEWS.get() {
-        // If it is full, the thread has a notification to read.
+        // If the socket is full, the thread has a notification to read.
         let _ = io::Write::write(&mut news, &[1]);
     }
 }
@@ -119,7 +115,7 @@ fn run(stream: UnixStream, heard: &UnixStream, client: &Client) -> io::Result<()
     }
 }
 
-/// Tells operator and keeper how much of the guest's RAM is not managed, if that has changed. Returns the amount.
+/// Tells operator and keeper how much of the guest's RAM is not managed, if the amount has changed. Returns the amount.
 fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u64, is_first: bool) -> io::Result<u64> {
     let regions = client.regions();
     let regions: Vec<_> = regions.iter().map(|(hva, len)| (hva.0, *len, shown.contains(hva))).collect();
@@ -144,7 +140,7 @@ fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u
     }
 }
 
-/// Waits until RAM is added, or for this long. Returns whether it was added.
+/// Waits until RAM is added, or for this long. Returns whether RAM was added.
 fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Duration) -> io::Result<bool> {
     loop {
         let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
@@ -172,8 +168,7 @@ fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Duration) -> io::Resul
     }
 }
 
-/// Asks QEMU, and tells the keeper. Returns whether the keeper has the ranges of all regions, and the regions that the
-/// guest sees.
+/// Asks QEMU, and tells the keeper. Returns whether the keeper has the ranges of all regions, and those the guest sees.
 fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> {
     let regions = client.regions();
     let mut seen: Vec<Vec<GuestRange>> = vec![Vec::new(); regions.len()];
@@ -181,13 +176,13 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> 
         let Some(hva) = monitor.host_address(address)? else { continue };
         let inside = |(start, size): &(Hva, u64)| start.0 <= hva && hva.saturating_add(len) <= start.0 + size;
         let Some(number) = regions.iter().position(inside) else { continue };
-        // A range of something else than the guest's memory may begin at that address, too.
+        // A range of something else than the guest's memory may begin at that address, too, so the end is compared.
         if monitor.host_address(address + (len - 1))? != Some(hva + (len - 1)) {
             continue;
         }
         let offset = Bytes(hva - regions[number].0.0);
         match seen[number].last_mut() {
-            // A part of a known range, or its direct continuation.
+            // The range is a part of a known range, or its direct continuation.
             Some(range)
                 if address <= range.address + range.len.0
                     && address - range.address == offset.0.wrapping_sub(range.offset.0) =>
@@ -206,7 +201,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> 
         match client.set_guest_ranges(*hva, ranges) {
             Ok(()) => {}
             Err(RequestError::Refused(why)) => return Err(io::Error::other(why)),
-            // It was unmapped since; or there is no keeper now.
+            // The region was unmapped since, or there is no keeper now.
             Err(RequestError::Invalid(_) | RequestError::NoAnswer | RequestError::Later(_)) => all = false,
         }
     }

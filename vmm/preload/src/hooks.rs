@@ -1,6 +1,6 @@
 //! The exported symbols. Each asks `decide`, then calls the next function of that name.
 //!
-//! Threads: any VMM thread.
+//! Threads: any VMM thread. Safety: a hook has the contract of the C function of its name.
 //! Promise: after a call that goes through, errno is as that call left it. A panic in our part is announced once, and
 //! the call goes through as without this library, except that RAM of the pool is refused. If a call fails because the
 //! keeper is not ready for RAM, that RAM is mapped nowhere.
@@ -39,7 +39,6 @@ pub fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     answer
 }
 
-/// Sets errno and returns `answer`, to refuse a call.
 pub fn refuse<T>(errno: c_int, answer: T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     unsafe { *libc::__errno_location() = errno };
@@ -160,8 +159,6 @@ unsafe fn reserve_aligned(len: size_t, flags: c_int) -> *mut c_void {
     start as *mut c_void
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap(a: *mut c_void, l: size_t, p: c_int, f: c_int, fd: c_int, o: off_t) -> *mut c_void {
     // SAFETY: the caller's promise.
@@ -176,8 +173,6 @@ pub unsafe extern "C" fn mmap64(a: *mut c_void, l: size_t, p: c_int, f: c_int, f
     unsafe { map(a, l, p, f, fd, o) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: size_t) -> c_int {
     quietly((), || decide::unmapping(addr, len));
@@ -208,8 +203,6 @@ pub unsafe extern "C" fn mremap(
     unsafe { next::mremap(old, old_len, new_len, flags, new) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int {
     if let Some(done) = quietly(None, || pool::punching(fd, mode, offset, len, decide::discarding)) {
@@ -252,8 +245,6 @@ pub unsafe extern "C" fn posix_fallocate64(fd: c_int, offset: off_t, len: off_t)
     unsafe { posix_fallocate(fd, offset, len) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: size_t, advice: c_int) -> c_int {
     let held = match advice {
@@ -267,8 +258,6 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: size_t, advice: c_int) 
     }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(addr: *const c_void, len: size_t) -> c_int {
     match quietly(Ok(()), || decide::locking(Some((addr, len)), false)) {
@@ -278,8 +267,6 @@ pub unsafe extern "C" fn mlock(addr: *const c_void, len: size_t) -> c_int {
     }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(addr: *const c_void, len: size_t, flags: c_uint) -> c_int {
     match quietly(Ok(()), || decide::locking(Some((addr, len)), false)) {
@@ -289,8 +276,6 @@ pub unsafe extern "C" fn mlock2(addr: *const c_void, len: size_t, flags: c_uint)
     }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     match quietly(Ok(()), || decide::locking(None, flags & libc::MCL_FUTURE != 0)) {
@@ -321,8 +306,6 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     unsafe { next::ioctl(fd, request, arg) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
     let sharing = || {

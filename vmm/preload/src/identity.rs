@@ -3,10 +3,10 @@
 //! Before: the VMM was started, by `ballast run` or with `LD_PRELOAD` alone. After: its client attaches under the name
 //! that its operator uses.
 //! Threads: any.
-//! Promise: text that is not UTF-8 is no name, because two such names could become one.
+//! Promise: text that is not UTF-8 is not taken as a name, because two such names could become one.
 //!
-//! Read are QEMU's `-name X`, `-name guest=X,...`, `-uuid U`, and `-smbios type=1,...,uuid=U`, with one or two dashes.
-//! The last one holds, as in QEMU.
+//! It reads QEMU's `-name X`, `-name guest=X,...`, `-uuid U`, and `-smbios type=1,...,uuid=U`, with one or two dashes.
+//! The last occurrence counts, as in QEMU.
 
 use ballast_base::Uuid;
 use ballast_base::wire::{check_name, shown_name};
@@ -18,7 +18,7 @@ pub fn name() -> Option<String> {
     text("BALLAST_VM_NAME").or_else(|| own().0)
 }
 
-/// The VM's UUID, if it has a valid one: QEMU refuses others, too.
+/// The VM's UUID, if it is valid: QEMU refuses an invalid one, too.
 pub fn uuid() -> Option<Uuid> {
     text("BALLAST_VM_UUID").map_or_else(|| own().1, |uuid| uuid.parse().ok())
 }
@@ -31,7 +31,7 @@ fn own() -> (Option<String>, Option<Uuid>) {
     of(&std::fs::read("/proc/self/cmdline").unwrap_or_default())
 }
 
-/// Name and UUID of a command line whose words each end with a zero.
+/// Name and UUID of a command line, in which a zero byte ends each word.
 fn of(line: &[u8]) -> (Option<String>, Option<Uuid>) {
     let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
     let (mut name, mut uuid) = (None, None);
@@ -56,7 +56,6 @@ fn items(value: &str) -> impl Iterator<Item = String> {
     items.into_iter()
 }
 
-/// The last value of this key.
 fn item(value: &str, key: &str) -> Option<String> {
     items(value).filter_map(|item| Some(item.strip_prefix(key)?.strip_prefix('=')?.to_owned())).last()
 }

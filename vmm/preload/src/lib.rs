@@ -54,8 +54,8 @@
 //! background snapshots: registering fails with EBUSY on one side); `read`, `readv`, `preadv`, `splice`, `write` and
 //! `ftruncate` on the RAM file; memory registered for RDMA or with io_uring, where the engine cannot check references
 //! to a page; a system call that the VMM makes through `syscall` or by its own instruction, and `execl`: the engine's
-//! scan finds a second mapping within seconds, and pages of a VMM that executes itself this way are written back when
-//! its end is noticed (the keeper reports `sight-lost`), which may be too late; a static VMM binary.
+//! scan finds a second mapping within seconds, and pages of a VMM that executes another program this way are written
+//! back when its end is noticed (the keeper reports `sight-lost`), which may be too late; a static VMM binary.
 //!
 //! # Live migration
 //!

@@ -1,7 +1,7 @@
 //! QEMU's main loop: its first wait for events shows that the machine is made, and that its guest may run.
 //!
 //! Before: all RAM is mapped. After: a VM without managed RAM has stopped, or was reported to run unmanaged.
-//! Threads: QEMU's main one.
+//! Threads: QEMU's main one. Safety: a hook has the contract of the C function of its name.
 //! Promise: on any other thread, and once nothing is left to report, a call costs some loads.
 
 use std::ffi::c_int;
@@ -15,10 +15,9 @@ use crate::hooks::quietly;
 use crate::missed::{PRIVATE, SEEN};
 use crate::{decide, mode, next};
 
-/// The amount of private memory that was reported to the keeper.
 static TOLD: AtomicU64 = AtomicU64::new(0);
 
-/// QEMU's main thread waits for events: the machine is made, and its guest may run. Under TCG no call starts a vCPU.
+/// Handles the first wait of QEMU's main thread for events: its guest may run. Under TCG no call starts a vCPU.
 fn waits() {
     let may_start = SEEN.load(Ordering::Relaxed) && mode::is_waiting();
     if !may_start && PRIVATE.load(Ordering::Relaxed) == TOLD.load(Ordering::Relaxed) {
@@ -34,7 +33,6 @@ fn waits() {
     }
 }
 
-/// Tells operator and keeper of private memory that may be RAM.
 fn tell_private() {
     let Some(client) = decide::client() else { return };
     let len = PRIVATE.load(Ordering::Relaxed);
@@ -45,8 +43,6 @@ fn tell_private() {
     }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ppoll(
     fds: *mut pollfd,

@@ -15,9 +15,8 @@ use ballast_sys::memfd;
 
 use crate::guest;
 
-/// There is a mapping that may be unmanaged RAM.
 pub static SEEN: AtomicBool = AtomicBool::new(false);
-/// Bytes of private memory that may be RAM, if there is no monitor.
+/// Bytes of private memory that may be RAM. Used if there is no monitor.
 pub static PRIVATE: AtomicU64 = AtomicU64::new(0);
 /// Private memory of up to this size may be a display's (qxl has 64 MiB twice), and is not reported.
 const DISPLAY: u64 = 64 << 20;
@@ -30,8 +29,8 @@ pub fn mapped_private(fd: c_int, len: u64) {
     mapped(if fd < 0 || is_memory() { len } else { 0 });
 }
 
-/// QEMU has mapped, in a place of RAM, something else than a shared memory file; or RAM could not be added. `len` is 0
-/// if it may be an operator's image.
+/// Notes that QEMU has mapped something else than a shared memory file in a place of RAM, or that RAM could not be
+/// added. `len` is 0 if the memory may be an operator's image.
 pub fn mapped(len: u64) {
     SEEN.store(true, Ordering::Relaxed);
     if len > DISPLAY && !guest::has_monitor() {

@@ -1,18 +1,15 @@
-//! Whether this process is managed, and what the environment asks for.
+//! Whether this process is managed, and the settings in its environment.
 //!
 //! Threads: any.
 //! Promise: no function waits.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// No RAM was found yet.
 pub const WAITING: u8 = 0;
-/// Attached.
 pub const MANAGED: u8 = 1;
-/// Not managed, for good: attaching failed, or this is a forked child.
+/// Not managed, and never will be: attaching failed, or this is a forked child.
 pub const OFF: u8 = 2;
 
-/// One of the above.
 pub static MODE: AtomicU8 = AtomicU8::new(WAITING);
 
 pub fn is_waiting() -> bool {
@@ -24,7 +21,7 @@ pub fn is_required() -> bool {
     text("BALLAST_REQUIRE").is_some_and(|value| value != "0")
 }
 
-/// A variable of the environment, unless it is empty.
+/// `None` also if the variable is empty.
 pub fn text(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }

@@ -3,12 +3,13 @@
 //! Before: `ballast run` has given QEMU a monitor, whose other end is here. After: `guest` has ranges of guest-physical
 //! addresses, and their addresses in QEMU.
 //! Threads: the one of `guest`.
-//! Promise: any input from QEMU is a result or an error. Events, which may come at any time, are skipped.
+//! Promise: any input from QEMU is a result or an error. Events, which may come at any time, are skipped. A request
+//! fails if QEMU is gone, or refuses.
 //!
-//! QMP has no command for this. `info mtree` lists the memory regions of the machine, and `gpa2hva` translates a
-//! guest-physical address: both are commands of the human monitor, which QMP carries as text. `info mtree -f`, which
-//! lists the view of the CPUs, is not used: in QEMU 7.2 it leaks references, so that memory which it has listed is
-//! never unmapped after an unplug.
+//! QMP has no command for these addresses. `info mtree` lists the memory regions of the machine, and `gpa2hva`
+//! translates a guest-physical address: both are commands of the human monitor, which QMP carries as text. `info mtree
+//! -f`, which lists the view of the CPUs, is not used: in QEMU 7.2 it leaks references, so that memory which it has
+//! listed is never unmapped after an unplug.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,7 +17,6 @@ use std::os::unix::net::UnixStream;
 /// Longest reply in bytes: a machine has some hundred ranges of some ten words each.
 const LONGEST: usize = 4 << 20;
 
-/// A connection to QEMU's monitor.
 #[derive(Debug)]
 pub struct Monitor {
     stream: UnixStream,
@@ -25,11 +25,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Greets the monitor at the other end of this socket. Waits for QEMU's reply, which comes when the machine is
-    /// made.
-    ///
-    /// # Errors
-    /// QEMU is gone, or the other end is no monitor.
+    /// Greets the monitor at the other end of this socket. QEMU's reply comes when the machine is made.
     pub fn greet(stream: UnixStream) -> io::Result<Self> {
         let mut monitor = Self { stream, rest: Vec::new() };
         monitor.answer("{\"QMP\"")?;
@@ -38,15 +34,12 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// The socket, to be polled: between requests it has only events, or the end.
+    /// The socket, for `poll`: between requests it has only events, or the end.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
     /// Reads and drops the events that have come.
-    ///
-    /// # Errors
-    /// QEMU is gone.
     pub fn drain(&mut self) -> io::Result<()> {
         self.fill()?;
         if let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') {
@@ -55,43 +48,28 @@ impl Monitor {
         Ok(())
     }
 
-    /// Ranges that may be guest-physical addresses of memory, as start and length, ascending, the longest first.
-    /// [`Monitor::host_address`] of both ends shows whether they are.
-    ///
-    /// # Errors
-    /// QEMU is gone, or refuses.
+    /// Ranges that may be guest-physical addresses of memory, as start and length, ascending, the longest first. A
+    /// range is one if [`Monitor::host_address`] translates both of its ends.
     pub fn memory(&mut self) -> io::Result<Vec<(u64, u64)>> {
         Ok(ram_in(&self.human("info mtree")?))
     }
 
     /// The address in QEMU's process of a guest-physical address; `None` if there is no memory.
-    ///
-    /// # Errors
-    /// QEMU is gone, or refuses.
     pub fn host_address(&mut self, address: u64) -> io::Result<Option<u64>> {
         Ok(address_in(&self.human(&format!("gpa2hva {address:#x}"))?))
     }
 
     /// The RAM of the machine without plugged memory, in bytes.
-    ///
-    /// # Errors
-    /// QEMU is gone, or refuses.
     pub fn base_memory(&mut self) -> io::Result<u64> {
         Ok(base_in(&self.human("info memory_size_summary")?).unwrap_or(0))
     }
 
     /// The memory devices of the machine.
-    ///
-    /// # Errors
-    /// QEMU is gone, or refuses.
     pub fn memory_devices(&mut self) -> io::Result<Vec<Device>> {
         Ok(devices_in(&self.human("info memory-devices")?))
     }
 
-    /// How much of the guest's RAM is in none of these regions: address, length, and whether the guest sees it.
-    ///
-    /// # Errors
-    /// QEMU is gone, or refuses.
+    /// Bytes of the guest's RAM that are in none of these regions: address, length, and whether the guest sees it.
     pub fn unmanaged(&mut self, regions: &[(u64, u64, bool)]) -> io::Result<u64> {
         let (mut missing, mut of_devices) = (0, Vec::new());
         for device in self.memory_devices()? {
@@ -106,8 +84,7 @@ impl Monitor {
         Ok(missing + self.base_memory()?.saturating_sub(managed))
     }
 
-    /// The region with the memory of this device. Of a virtio-mem with dynamic memory slots, QEMU shows only slots with
-    /// memory for the guest.
+    /// The region that has the memory of this device. Of a virtio-mem, QEMU shows only slots with memory for the guest.
     fn region_of(&mut self, device: &Device, regions: &[(u64, u64, bool)]) -> io::Result<Option<usize>> {
         let at = |hva: u64| regions.iter().position(|(start, len, _)| *start <= hva && hva < start + len);
         if let Some(hva) = self.host_address(device.address)? {
@@ -132,7 +109,7 @@ impl Monitor {
         text.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's monitor says {answer:?}")))
     }
 
-    /// The next line that is no event, if it begins like this.
+    /// The next line that is not an event, if it begins with `begins`.
     fn answer(&mut self, begins: &str) -> io::Result<String> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
@@ -213,10 +190,8 @@ pub fn base_in(text: &str) -> Option<u64> {
     text.lines().find_map(|line| line.trim().strip_prefix("base memory: "))?.trim().parse().ok()
 }
 
-/// A memory device of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Its guest-physical address.
     pub address: u64,
     /// Length of its range of guest-physical addresses.
     pub len: u64,
@@ -240,7 +215,6 @@ pub fn devices_in(text: &str) -> Vec<Device> {
     found
 }
 
-/// The address in the reply of `gpa2hva`.
 pub fn address_in(text: &str) -> Option<u64> {
     let (_, address) = text.trim().rsplit_once(" is 0x")?;
     u64::from_str_radix(address, 16).ok()

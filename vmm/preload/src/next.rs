@@ -1,7 +1,6 @@
 //! The functions behind our hooks, found once by `dlsym(RTLD_NEXT)`; if not found, the plain system call is used.
 //!
-//! Promise: each can be called at any time, even before constructors ran and from inside an allocator that `dlsym`
-//! uses.
+//! Promise: each can be called at any time, even before constructors and inside an allocator that `dlsym` uses.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -11,7 +10,7 @@ thread_local! {
     static LOOKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A function further down the chain.
+/// A function that a hook hides, by its name.
 pub struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
@@ -22,7 +21,7 @@ impl Next {
         Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
-    /// Its address. `None` if there is none, or if this thread is inside `dlsym`.
+    /// The function's address. `None` if there is none, or if this thread is inside `dlsym`.
     pub fn get(&self) -> Option<*mut c_void> {
         let known = self.found.load(Ordering::Relaxed);
         if !known.is_null() {
@@ -152,9 +151,8 @@ next!(copy_file_range, c"copy_file_range", libc::SYS_copy_file_range,
     (from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> ssize_t);
 next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
 
-/// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. That function is
-/// resolved before `main`, because a child between `vfork` and `exec` calls it and must not resolve it. If it is not
-/// found, the call fails.
+/// Declares `fn name(args) -> c_int` that executes another program by the next function of that name, which is resolved
+/// before `main`, because a child between `vfork` and `exec` must not resolve it. Fails if it is not found.
 macro_rules! executes {
     ($($name:ident, $symbol:literal, ($($arg:ident: $ty:ty),*);)*) => {
         mod executing {
@@ -163,7 +161,6 @@ macro_rules! executes {
             pub static $name: Next = Next::new($symbol);)*
         }
 
-        /// Resolves all of them.
         pub fn find_executing() {
             $(executing::$name.get();)*
         }

@@ -22,12 +22,10 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::{identity, next};
 
-/// The environment variable with the kind of pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not from
-/// the pool.
+/// The environment variable with the kind of pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it: no pool.
 pub const VARIABLE: &str = "BALLAST_POOL";
 /// The environment variable with the NUMA nodes for RAM. Without it, any node.
 pub const NODES: &str = "BALLAST_POOL_NODES";
-/// The environment variable with the pool's socket.
 pub const SOCKET: &str = "BALLAST_POOL_SOCKET";
 
 /// A part of a stand-in, and the address of the pool's memory for it.
@@ -81,7 +79,7 @@ pub unsafe fn provide(
             return Err(format!("its backend has pages of {page}, and {VARIABLE} is {pages}"));
         }
         if pages == Pages::OnDemand && flags & libc::MAP_LOCKED != 0 {
-            // The kernel would allocate all of it before an engine serves its touches.
+            // The lock would make the kernel allocate all of it before an engine serves its touches.
             return Err("memory that is locked does not come on demand".into());
         }
         if flags & libc::MAP_FIXED == 0 || !(addr as u64).is_multiple_of(page.0) {
@@ -109,7 +107,7 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result
     let size = Bytes(place.len);
     let extents = pool::take(&socket, &Take { name, size, pages, nodes: nodes.of_piece(size) });
     let extents = extents.map_err(|error| error.to_string())?;
-    // All pages are allocated, so to fill the page tables costs less than the faults would; on demand, none are.
+    // Pages are allocated, except on demand, so filling the page tables costs less than the faults would.
     let populate = if pages == Pages::OnDemand { 0 } else { libc::MAP_POPULATE };
     let flags = libc::MAP_SHARED
         | libc::MAP_FIXED
@@ -130,23 +128,19 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result
     Ok(Ram { hva: Hva(place.hva), extents, guest_address: None })
 }
 
-/// Whether this VM has memory of the pool.
 pub fn is_used() -> bool {
     !stand_ins().is_empty()
 }
 
-/// Whether this file is a stand-in.
 pub fn has(file: FileId) -> bool {
     stand_ins().iter().any(|stand_in| stand_in.file == file)
 }
 
-/// Whether this part of a file is a part of a stand-in.
 pub fn has_part(file: FileId, offset: u64, len: u64) -> bool {
     !parts(&stand_ins(), file, offset, len).is_empty()
 }
 
-/// Frees a piece of a stand-in for the VMM, after `discard` has told the engine. To fill one is refused. `None` if the
-/// file is no stand-in.
+/// Frees a piece of a stand-in, after `discard` has told the engine; a fill is refused. `None`: it is no stand-in.
 pub fn punching(
     fd: c_int,
     mode: c_int,

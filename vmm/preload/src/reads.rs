@@ -3,7 +3,7 @@
 //! Before: `hooks` has found the RAM files. After: a VMM that copies a RAM file by its data (Cloud Hypervisor's
 //! snapshot) learns that the file cannot report holes, and copies memory through the mapping; a read of a RAM file
 //! fails.
-//! Threads: any VMM thread.
+//! Threads: any VMM thread. Safety: a hook has the contract of the C function of its name.
 //! Promise: no far page is read as zeros by these functions. A call on any other file goes through, and costs one more
 //! `fstat`.
 
@@ -24,8 +24,6 @@ fn refuses(fd: c_int, what: &str) -> bool {
     is_ram
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lseek(fd: c_int, offset: off_t, base: c_int) -> off_t {
     // The error of a file system without support for holes.
@@ -44,8 +42,6 @@ pub unsafe extern "C" fn lseek64(fd: c_int, offset: off_t, base: c_int) -> off_t
     unsafe { lseek(fd, offset, base) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pread(fd: c_int, buffer: *mut c_void, len: size_t, offset: off_t) -> ssize_t {
     if refuses(fd, "pread") {
@@ -63,8 +59,6 @@ pub unsafe extern "C" fn pread64(fd: c_int, buffer: *mut c_void, len: size_t, of
     unsafe { pread(fd, buffer, len, offset) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendfile(to: c_int, from: c_int, offset: *mut off_t, len: size_t) -> ssize_t {
     if refuses(from, "sendfile") {
@@ -82,8 +76,6 @@ pub unsafe extern "C" fn sendfile64(to: c_int, from: c_int, offset: *mut off_t, 
     unsafe { sendfile(to, from, offset, len) }
 }
 
-/// # Safety
-/// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn copy_file_range(
     from: c_int,

@@ -26,8 +26,8 @@ pub fn learn_program() {
     IS_QEMU.store(is_qemu(&name), Ordering::Relaxed);
 }
 
-/// The reason, if an `ioctl` takes a long-term reference to guest memory, and whether that must be restored first,
-/// because the kernel reads the pages from the file, past our userfaultfd.
+/// If an `ioctl` takes a long-term reference to guest memory: the reason, and whether the memory must be restored
+/// first, because the kernel reads the pages from the file, past our userfaultfd.
 pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
     // Numbers from linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
     const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
@@ -58,13 +58,12 @@ pub fn names_qemu(word: &str) -> bool {
     (name.starts_with("qemu-system-") || name == "qemu-kvm") && !word.contains(char::is_whitespace)
 }
 
-/// Whether this path or name, which is about to be executed, is QEMU's. The first word of its command line may be
-/// anything.
+/// Whether this path or name, about to be executed, is QEMU's. The first word of its command line may be anything.
 pub fn is_path_of_qemu(file: &str) -> bool {
     names_qemu(file) || file.rsplit('/').next() == Some("kvm")
 }
 
-/// `qemu-system-x86_64`, `qemu-kvm`, `.qemu-system-x86_64-wrapped`, ...
+/// Whether this is a name of QEMU, such as `qemu-system-x86_64`, `qemu-kvm` or `.qemu-system-x86_64-wrapped`.
 fn is_qemu(program: &str) -> bool {
     program.contains("qemu") || program == "kvm"
 }
@@ -80,7 +79,6 @@ pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool 
         && flags & libc::MAP_ANONYMOUS == 0
 }
 
-/// Whether this is a reservation of address space.
 pub fn is_reservation(addr: *mut c_void, prot: c_int, flags: c_int, fd: c_int) -> bool {
     addr.is_null()
         && fd == -1
@@ -94,20 +92,18 @@ pub fn is_ram_reservation(addr: *mut c_void, len: usize, prot: c_int, flags: c_i
     is_reservation(addr, prot, flags, fd) && len > HUGE_SIZE && len % HUGE_SIZE == PAGE_SIZE
 }
 
-/// Notes a reservation of this thread.
 pub fn reserved(addr: *mut c_void, len: usize) {
     RESERVED.set((addr as usize, len));
 }
 
-/// Whether this thread's last mapping is where this VMM maps RAM. To be called for each mapping, because a reservation
-/// that a fixed mapping fills is no longer fresh.
+/// Whether this thread's last mapping is where this VMM maps RAM. It must be called for each mapping, because a
+/// reservation that a fixed mapping fills is no longer fresh.
 pub fn is_place_of_ram(addr: *mut c_void, len: usize, flags: c_int) -> bool {
     let fills = flags & libc::MAP_FIXED != 0 && fills(RESERVED.take(), addr as usize, len);
     fills || !IS_QEMU.load(Ordering::Relaxed)
 }
 
-/// Whether a mapping that QEMU makes in a place of RAM could be RAM that cannot be managed. A small one is a table or a
-/// ROM.
+/// Whether a mapping of QEMU in a place of RAM could be RAM that cannot be managed. A small one is a table or a ROM.
 pub fn may_be_missed(len: usize, prot: c_int) -> bool {
     is_qemu_here() && len >= HUGE_SIZE && prot & libc::PROT_WRITE != 0
 }

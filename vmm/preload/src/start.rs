@@ -1,8 +1,8 @@
 //! Work before `main`: removes the library from `LD_PRELOAD` in QEMU, and keeps it out of forked children.
 //!
-//! Promise: no program that QEMU executes loads this library, nor one that another VMM executes after it has attached
-//! (`through`); a child forked after attaching is left alone. A child forked *before* RAM exists (`-daemonize`) is the
-//! VMM, and attaches.
+//! Promise: no program that QEMU executes loads this library, nor a program that another VMM executes after it has
+//! attached (`through`); a child forked after attaching is left alone. A child forked *before* RAM exists
+//! (`-daemonize`) is the VMM, and attaches.
 
 use std::ffi::{CStr, CString};
 

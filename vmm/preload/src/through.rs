@@ -15,11 +15,10 @@ use ballast_client::visit;
 use crate::announce::announce;
 use crate::{guest, mode, shape};
 
-/// The file name of this library.
 pub const OURS: &str = "libballast_preload.so";
 /// The variable with the pid of the program that `ballast run` became.
 const STARTED: &str = "BALLAST_STARTED";
-/// The environment at the start: `env -i` empties it in this process before it executes another program.
+/// The value of [`STARTED`] at the start: `env -i` empties this process's environment before it executes a program.
 static FIRST_ID: AtomicI32 = AtomicI32::new(0);
 static IS_REQUIRED: AtomicBool = AtomicBool::new(false);
 const VARIABLE: &str = "LD_PRELOAD=";
@@ -31,15 +30,14 @@ unsafe extern "C" {
 /// A list of strings that ends with a null pointer.
 pub type Words = *const *const c_char;
 
-/// Reads the environment. Called before `main`.
+/// Called before `main`.
 pub fn begin() {
     let first = std::env::var(STARTED).ok().and_then(|id| id.parse().ok());
     FIRST_ID.store(first.unwrap_or(0), Ordering::Relaxed);
     IS_REQUIRED.store(mode::is_required(), Ordering::Relaxed);
 }
 
-/// This process is the VMM, but not QEMU: from now on, programs that it starts do not load the library, and the monitor
-/// belongs to it.
+/// This process is the VMM, but not QEMU: programs that it starts do not load the library, and the monitor is its own.
 pub fn arrive() {
     if shape::is_qemu_here() {
         return;
@@ -59,8 +57,7 @@ pub fn arrive() {
     guest::take_named();
 }
 
-/// Writes these bytes there, if the memory is writable. Other threads may read it at that time, but no string moves or
-/// grows.
+/// Writes these bytes at this address, if it is writable. Other threads may read them; no string moves or grows.
 fn put(address: usize, bytes: &[u8]) {
     let from = libc::iovec { iov_base: bytes.as_ptr() as *mut c_void, iov_len: bytes.len() };
     let to = libc::iovec { iov_base: address as *mut c_void, iov_len: bytes.len() };
@@ -74,7 +71,6 @@ fn pieces(value: &str) -> impl Iterator<Item = (usize, &str)> {
     value.split([':', ' ']).map(|name| (name.as_ptr() as usize - value.as_ptr() as usize, name))
 }
 
-/// Whether this is the path of this library.
 pub fn is_ours(name: &str) -> bool {
     name.rsplit('/').next() == Some(OURS)
 }

@@ -18,7 +18,7 @@ use crate::decide::{self, MAPPED_TWICE};
 use crate::pool;
 
 /// Prepares for a mapping of a part of a file. Returns whether the part is RAM already; then each page was restored,
-/// and the VM pinned. `Err` is the errno with which to refuse the call.
+/// and the VM is pinned. `Err` is the errno with which to refuse the call.
 pub fn mapping(flags: c_int, fd: c_int, offset: i64, len: usize) -> Result<bool, c_int> {
     let is_of_file = fd >= 0 && flags & libc::MAP_ANONYMOUS == 0;
     let Some(client) = decide::client().filter(|_| is_of_file && offset >= 0) else { return Ok(false) };

@@ -1,5 +1,4 @@
-//! A small C program with the preload library against a scripted keeper and engine: each hooked call, with valid and
-//! invalid arguments.
+//! A C program with the preload library against a scripted keeper and engine: hooked calls, valid and invalid.
 
 mod common;
 #[path = "../../client/tests/double/mod.rs"]
@@ -38,7 +37,6 @@ fn build(dir: &Path, name: &str, source: &str, words: &[&str]) -> Option<PathBuf
     Some(program)
 }
 
-/// The host program, attached.
 struct Stage {
     _dir: tempfile::TempDir,
     keeper: Keeper,

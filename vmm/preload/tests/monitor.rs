@@ -55,7 +55,6 @@ fn the_last_word_is_the_address() {
     }
 }
 
-/// A monitor that sends these replies, one per line.
 fn scripted(answers: &'static [&'static str]) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("socketpair");
     std::thread::spawn(move || {
@@ -141,7 +140,7 @@ fn a_memory_device_on_a_managed_file_is_neither_base_memory_nor_missing() {
         )
     };
     let nvdimm = "Memory device [nvdimm]: x\\r\\n addr: 0x140000000\\r\\n size: 1073741824".to_owned();
-    // Its second slot has all of the guest's memory in it.
+    // The second slot has all of the guest's memory.
     let slot = "    0000000160000000-000000017fffffff (prio 0, ram): alias memslot-1 @v 20000000-3fffffff";
     let in_slot = "Host virtual address for 0x160000000 (v) is 0x60000000";
     let slots = || vec![virtio_mem(2 << 20), nothing.to_owned(), slot.to_owned(), in_slot.to_owned()];

@@ -122,7 +122,7 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
         asked.join().expect("plugged");
         region
     });
-    // QEMU frees it after a grace period that passes only while the machine runs.
+    // QEMU frees the backend after a grace period that passes only while the machine runs.
     qemu.qmp("cont", json!({}));
     qemu.qmp("object-del", json!({ "id": "m3" }));
     let (message, _) = session.request();

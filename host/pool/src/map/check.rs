@@ -11,7 +11,7 @@ use crate::map::table::{Entry, Table};
 use crate::map::unit::{FrameIdx, SliceIdx};
 use crate::map::words::Words;
 
-/// Every VM slot is valid, and every entry names slices of one node and a slot. A half-written entry is none.
+/// Every VM slot is valid, and every entry names slices of one node and a slot. A half-written entry does not count.
 pub(crate) fn bounds<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     for slot in 0..table.vm_mark() {
         table.vm(slot)?;
@@ -30,7 +30,6 @@ pub(crate) fn bounds<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     Ok(())
 }
 
-/// Runs all checks.
 pub(crate) fn all<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     bounds(table)?;
     vms(table)?;
@@ -76,7 +75,7 @@ fn vms<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     Ok(())
 }
 
-/// The entries by their slices, of which none is in two.
+/// Returns the entries ordered by their slices. No slice is in two entries.
 fn entries<W: Words>(table: &Table<W>) -> Result<Vec<(u32, Entry)>, Damage> {
     let mut all: Vec<(u32, Entry)> = (0..table.entry_mark()).filter_map(|at| Some((at, table.entry(at)?))).collect();
     all.sort_by_key(|(_, entry)| entry.extent.start);
@@ -106,7 +105,7 @@ fn slices<W: Words>(table: &Table<W>, entries: &[(u32, Entry)]) -> Result<(), Da
     Ok(())
 }
 
-/// The owners of a frame's bricks, and slices that its node does not have.
+/// Checks the owners of a frame's bricks, and the slices that its node does not have.
 fn one_frame<W: Words>(table: &Table<W>, frame: FrameIdx) -> Result<(), Damage> {
     let wrong = |at, why| Err(Damage::Slice { at, why });
     let mut at = frame.first();

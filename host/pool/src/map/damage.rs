@@ -10,10 +10,10 @@ use crate::map::unit::{Extent, SliceIdx};
 /// An error in the state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// It is no state of a pool.
+    /// The file is not the state of a pool.
     #[error("Opening a pool: its first word is {0:#x}, not that of a pool")]
     Magic(u64),
-    /// The program that wrote it is too new, or too old.
+    /// The program that wrote the state is too new, or too old.
     #[error("Opening a pool: {0}")]
     Version(Unreadable),
     /// The header contradicts itself or the file.

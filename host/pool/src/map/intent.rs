@@ -3,8 +3,8 @@
 //! Before: an operation is planned. After: it is complete, even if its writer was killed in the middle.
 //! Threads: one writer. Promise: each change below can be repeated from any of its steps, with the same result. A
 //! writer stores the operand, then the intent in one word, then the changes, then an intent of zero. A program that
-//! opens the state and finds an intent repeats that change. So after [`recover`] the state is that from before the
-//! intent was stored, or that from after it was cleared, and never one in between.
+//! opens the state and finds an intent repeats that change. So after [`recover`] the state is as before the intent was
+//! stored, or as after it was cleared, and never in between.
 //!
 //! | Intent | Done again |
 //! |---|---|
@@ -20,7 +20,6 @@ use crate::map::table::{Entry, Table, Vm};
 use crate::map::unit::{Extent, FrameIdx, SliceIdx};
 use crate::map::words::Words;
 
-/// The change under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Intent {
     Prepare(u16),
@@ -71,7 +70,6 @@ impl Intent {
     }
 }
 
-/// Does the pool have all of these slices, on one node?
 pub(crate) fn check_extent<W: Words>(table: &Table<W>, extent: Extent) -> Result<(), &'static str> {
     let Some(end) = extent.start.0.checked_add(extent.slices) else { return Err("it ends nowhere") };
     if extent.slices == 0 {
@@ -85,7 +83,6 @@ pub(crate) fn check_extent<W: Words>(table: &Table<W>, extent: Extent) -> Result
     Ok(())
 }
 
-/// Writes the intent, makes the change, and clears the intent.
 pub(crate) fn run<W: Words>(table: &mut Table<W>, intent: Intent) {
     begin(table, intent);
     apply(table, intent);
@@ -125,8 +122,7 @@ pub(crate) fn recover<W: Words>(table: &mut Table<W>) -> Result<bool, Damage> {
     Ok(true)
 }
 
-/// Makes the change. Entries were checked: those of this run were made from a plan, those of another one by
-/// `check::bounds`.
+/// Makes the change. Entries of this run come from a plan; `check::bounds` has checked those of an earlier run.
 fn apply<W: Words>(table: &mut Table<W>, intent: Intent) {
     match intent {
         Intent::Prepare(slot) => clear(table, slot),
@@ -151,7 +147,6 @@ fn apply<W: Words>(table: &mut Table<W>, intent: Intent) {
     }
 }
 
-/// Gives the slices of an entry to the VM.
 fn take<W: Words>(table: &mut Table<W>, vm: &Vm, entry: &Entry) {
     for at in entry.extent.each() {
         table.set_owner(at, Some(vm.domain));
@@ -174,13 +169,13 @@ fn clear<W: Words>(table: &mut Table<W>, slot: u16) {
     }
 }
 
-/// After slices of a frame changed: unused bricks have no owner.
+/// Removes the owners of the frame's bricks that are unused after the slices in `changed` changed.
 fn settle<W: Words>(table: &mut Table<W>, frame: FrameIdx, changed: Extent) {
     let mut at = changed.within(frame).start;
     while at.0 < changed.within(frame).end() {
         let brick = table.brick(at);
         if table.owner(at).is_some() && !table.is_brick_used(brick) {
-            // Its VMs had the whole file, so they could also write to its unused slices.
+            // The VMs of the brick had the whole file, so they could also write to its unused slices.
             brick.each().for_each(|at| table.step(at, Move::Expose));
             table.set_owner(at, None);
         }

@@ -13,8 +13,9 @@
 //! entries   2 words for each extent of a VM; as many as there are slices, so that the map is never full
 //! ```
 //!
-//! The last two are rarely full, and a sparse file has no memory for pages that were not written: the marks say how far
-//! they were used, and nothing beyond them is read. What is before the marks has memory ([`Words::back`]).
+//! The last two are rarely full, and a sparse file has no memory for pages that were not written: the marks say how
+//! much of them was ever used, and nothing beyond the marks is read. The words before the marks have memory
+//! ([`Words::back`]).
 
 use std::ops::Range;
 
@@ -55,11 +56,9 @@ pub struct NodeSpec {
     pub slices: u32,
 }
 
-/// A node and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) spec: NodeSpec,
-    /// Its first frame.
     pub(crate) first: u32,
     /// Its frames; the last one may end with slices that the node does not have.
     pub(crate) frames: u32,
@@ -69,7 +68,6 @@ pub(crate) struct Node {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub(crate) nodes: Vec<Node>,
-    /// Slices of a brick.
     pub(crate) brick: u32,
     pub(crate) vms: u32,
     pub(crate) frames: u32,
@@ -81,10 +79,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout for these nodes, bricks of this number of slices (a power of two, at most a frame), and at most `vms`
-    /// VMs.
-    ///
-    /// # Errors Nodes, bricks or VMs are invalid: the message says which.
+    /// The layout for these nodes, bricks of so many slices (a power of two, at most a frame), and at most `vms` VMs.
     pub fn new(nodes: &[NodeSpec], brick_slices: u32, vms: u32) -> Result<Self, Damage> {
         let wrong = |what: String| Err(Damage::Header(what));
         if nodes.is_empty() || nodes.len() > MAX_NODES {
@@ -150,7 +145,7 @@ impl Layout {
     /// Returns the words that the pool in these words uses.
     ///
     /// # Errors
-    /// The header is that of no pool.
+    /// The header is not that of a pool.
     pub fn used(words: &impl Words) -> Result<[Range<usize>; 3], Damage> {
         let layout = Self::read(words)?;
         let mark = |at: usize| words.load(at) as u32 as usize;
@@ -159,12 +154,12 @@ impl Layout {
         Ok([layout.used_when_new(), vms, entries])
     }
 
-    /// Returns the words of the first VM slots, as many as there are at most.
+    /// Returns the words of the first `slots` VM slots, or of all if there are fewer.
     pub(crate) fn vm_words(&self, slots: usize) -> Range<usize> {
         self.vms_start..(self.vms_start + slots * VM_WORDS).min(self.entries_start)
     }
 
-    /// Returns the words of the first entries, as many as there are at most.
+    /// Returns the words of the first `entries` entries, or of all if there are fewer.
     pub(crate) fn entry_words(&self, entries: usize) -> Range<usize> {
         self.entries_start..(self.entries_start + entries * ENTRY_WORDS).min(self.words)
     }
@@ -184,12 +179,11 @@ impl Layout {
         self.frames * FRAME_SLICES
     }
 
-    /// Returns the node that has this frame.
     pub(crate) fn node_of(&self, frame: FrameIdx) -> Option<&Node> {
         self.nodes.iter().find(|node| (node.first..node.first + node.frames).contains(&frame.0))
     }
 
-    /// Has its node this slice?
+    /// Does the node of this slice's frame have the slice?
     pub(crate) fn has(&self, at: SliceIdx) -> bool {
         let node = self.node_of(at.frame());
         node.is_some_and(|node| at.0 - node.first * FRAME_SLICES < node.spec.slices)
@@ -232,7 +226,7 @@ impl Layout {
     }
 }
 
-/// This program also writes this state.
+/// Records in the stamp that this program also writes this state.
 pub(crate) fn raise(words: &mut impl Words) {
     let stamp = Stamp::from_word(words.load(WORD_STAMP));
     if FORMAT.raise(stamp) != stamp {
@@ -246,7 +240,7 @@ mod tests {
 
     const NODES: [NodeSpec; 2] = [NodeSpec { numa: 0, slices: 1000 }, NodeSpec { numa: 3, slices: 512 }];
 
-    /// A change of any of these is a new version.
+    /// A change of one of these places is a new version.
     #[test]
     fn the_places_of_version_1_are_these() {
         let layout = Layout::new(&NODES, 32, 100).expect("a layout");

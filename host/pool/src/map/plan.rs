@@ -16,7 +16,6 @@ use crate::map::table::{Entry, Table};
 use crate::map::unit::{Domain, Extent, FRAME_SLICES, FrameIdx, GuestIdx, Mode, NodeIdx, SliceIdx};
 use crate::map::words::Words;
 
-/// Memory that a node gives.
 struct Chosen {
     /// Whole frames, ascending.
     frames: Vec<FrameIdx>,
@@ -39,7 +38,7 @@ pub(crate) fn plan<W: Words>(table: &Table<W>, request: &Request, slot: u16) -> 
     Ok(entries)
 }
 
-/// Is it a request that the pool could ever grant?
+/// Checks that the pool could ever grant the request.
 fn check<W: Words>(table: &Table<W>, request: &Request) -> Result<(), Refused> {
     let wanted: u64 = request.parts.iter().map(|part| u64::from(part.slices)).sum();
     let wrong = |why: &str| Err(Refused::Request { vm: request.vm, why: why.into() });
@@ -52,13 +51,11 @@ fn check<W: Words>(table: &Table<W>, request: &Request) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Frames of a part that are aligned in guest memory.
 fn aligned(part: &Part) -> std::ops::Range<u32> {
     let start = part.guest.0.div_ceil(FRAME_SLICES);
     start..((part.guest.0 + part.slices) / FRAME_SLICES).max(start)
 }
 
-/// The frames and slices of a node for these parts.
 fn choose<W: Words>(table: &Table<W>, request: &Request, node: NodeIdx, parts: &[Part]) -> Result<Chosen, Refused> {
     let place = table.layout.nodes[usize::from(node.0)];
     let all = || (place.first..place.first + place.frames).map(FrameIdx);
@@ -94,12 +91,12 @@ pub(crate) fn for_slices<W: Words>(table: &Table<W>, node: NodeIdx) -> impl Iter
     [true, false].into_iter().flat_map(move |is| all().filter(move |at| table.count(*at).is_fragmented() == is))
 }
 
-/// May a VM of this domain have this slice?
+/// May a VM of this domain get this slice?
 fn is_for<W: Words>(table: &Table<W>, at: SliceIdx, domain: Domain) -> bool {
     table.state(at).is_ready() && table.owner(at).is_none_or(|owner| owner == domain)
 }
 
-/// Count the available memory, for the error.
+/// Returns the refusal, with the counts of the available memory.
 fn no_room<W: Words>(table: &Table<W>, request: &Request, node: NodeIdx, wanted: u32) -> Refused {
     let place = table.layout.nodes[usize::from(node.0)];
     let (mut ready, mut unzeroed, mut fenced) = (0, 0, 0);
@@ -116,7 +113,7 @@ fn no_room<W: Words>(table: &Table<W>, request: &Request, node: NodeIdx, wanted:
     Refused::NoRoom { vm: request.vm, numa: place.spec.numa, wanted, ready, unzeroed, fenced }
 }
 
-/// Neighbours become one extent. Nodes begin at frames, so slices of two nodes are never in one extent.
+/// Joins neighbours to extents. Nodes begin at frames, so slices of two nodes are never in one extent.
 pub(crate) fn join(slices: &[SliceIdx]) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     for at in slices {
@@ -146,10 +143,10 @@ fn lay_out(parts: &[Part], chosen: Chosen, slot: u16, entries: &mut Vec<Entry>) 
                 at += FRAME_SLICES;
                 continue;
             }
-            // Slices up to where the next frame may be put.
+            // Slices up to the place where the next frame may begin.
             let next = (at / FRAME_SLICES + 1) * FRAME_SLICES;
             let stop = if frames.len() > 0 && next < end { next } else { end };
-            // As many slices were chosen as are wanted.
+            // `choose` has found as many slices as are wanted.
             let Some(have) = rest.take().or_else(|| slices.next()) else { return };
             let take = have.slices.min(stop - at);
             let extent = Extent { start: have.start, slices: take };
@@ -162,7 +159,6 @@ fn lay_out(parts: &[Part], chosen: Chosen, slot: u16, entries: &mut Vec<Entry>) 
     }
 }
 
-/// Add an entry, or lengthen the last one by it.
 fn push(entries: &mut Vec<Entry>, entry: Entry) {
     if let Some(last) = entries.last_mut()
         && last.extent.end() == entry.extent.start.0

@@ -1,7 +1,7 @@
 //! The pool: its operations and their results.
 //!
-//! Before: its owner has words, new ones or those of a pool. After: VMs have memory, and the host has memory that no VM
-//! needs.
+//! Before: the owner has words, new or with the state of a pool. After: VMs have memory, and the host has memory that
+//! no VM needs.
 //! Threads: one, the owner's; a worker that zeroes holds a [`Dirty`] and needs no pool. Units: slices.
 //! Promise: no I/O and no clock. After every operation, and after a death in the middle of one, [`Pool::validate`]
 //! finds nothing. The state comes first: memory is mapped, punched or given to the host after the operation has
@@ -32,23 +32,23 @@ pub struct Invalid(pub String);
 pub enum Hit {
     /// The slice is never handed out again.
     Free,
-    /// A VM, which must be told. The slice is never handed out again when the VM is gone.
+    /// A VM has the slice, and must be told. The slice is never handed out again when the VM is gone.
     Owned {
-        /// Which VM.
+        /// The VM.
         vm: VmId,
-        /// Where the guest has it.
+        /// Its place in guest memory.
         guest: GuestIdx,
     },
     /// The failure was known.
     Known,
-    /// The host: the pool has no memory there.
+    /// The pool has no memory there: the host has it.
     NotOurs,
 }
 
 /// A VM that has memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tenant {
-    /// Which.
+    /// The VM.
     pub vm: VmId,
     /// The VMs with which it may share a file.
     pub domain: Domain,
@@ -63,7 +63,7 @@ pub struct Tenant {
 pub struct Pool<W> {
     pub(crate) table: Table<W>,
     pub(crate) run: ZeroRun,
-    /// Slices that workers have and that a VM, now gone, may have written since, because it had the file.
+    /// Slices that a worker is zeroing and that a VM, now gone, may have written to meanwhile, because it had the file.
     pub(crate) exposed: BTreeSet<SliceIdx>,
 }
 
@@ -83,10 +83,11 @@ impl<W: Words> Pool<W> {
         Self::open(words).map(|(pool, _)| pool)
     }
 
-    /// Opens the state of a pool that another process may have left in the middle of an operation. Returns whether one
-    /// was repeated. Slices that were being zeroed are dirty.
+    /// Opens the state of a pool that another process may have left in the middle of an operation. Returns whether an
+    /// operation was repeated. Slices that were being zeroed are dirty.
     ///
-    /// # Errors If it is not the state of a pool, is of another version, or is damaged. Then the words are useless.
+    /// # Errors
+    /// The words are not the state of a pool, are of another version, or are damaged. Then they are useless.
     pub fn open(words: W) -> Result<(Self, bool), Damage> {
         let layout = Layout::read(&words)?;
         let mut table = Table::new(words, layout)?;
@@ -107,7 +108,7 @@ impl<W: Words> Pool<W> {
         self.table.words
     }
 
-    /// Returns its layout.
+    /// Returns the layout.
     pub fn layout(&self) -> &Layout {
         &self.table.layout
     }
@@ -121,15 +122,13 @@ impl<W: Words> Pool<W> {
     }
 
     /// Gives a VM memory: all of it or none.
-    ///
-    /// # Errors The request is invalid, or there is too little memory.
     pub fn allocate(&mut self, request: &Request) -> Result<Grant, Refused> {
         let vm = request.vm;
         if self.slot_of(vm).is_some() {
             return Err(Refused::Request { vm, why: "it has memory already".into() });
         }
         let most = self.table.layout.vms;
-        // What is beyond the marks was never used.
+        // Slots and entries beyond the marks were never used.
         let (slots, used) = (u32::from(self.table.vm_mark()), self.table.entry_mark());
         let free = (0..most).find(|slot| *slot >= slots || matches!(self.table.vm(*slot as u16), Ok(None)));
         let Some(slot) = free.map(|slot| slot as u16) else { return Err(Refused::TooManyVms { vm, most }) };
@@ -148,9 +147,8 @@ impl<W: Words> Pool<W> {
         Ok(Grant { segments: entries.iter().map(segment).collect() })
     }
 
-    /// Releases the memory of a VM that is gone, with every mapping and descriptor of its files. Its memory is dirty,
-    /// or out of service where it failed; so are the unused slices of bricks that no VM has any more. Returns its
-    /// places.
+    /// Releases the memory of a VM that is gone, with every mapping and descriptor of its files. It is dirty, or out of
+    /// service where it failed; unused slices of bricks without a VM become dirty, too. Returns the memory's places.
     ///
     /// # Errors
     /// If there is no such VM.
@@ -169,7 +167,7 @@ impl<W: Words> Pool<W> {
     }
 
     /// Lends up to this number of slices of a node to the host, and returns them. They are those that rules 2 and 3 of
-    /// the strategy would use first; none is in a file that a trust domain has.
+    /// the strategy would use first, and none of them is in a file of a trust domain.
     pub fn lend(&mut self, node: NodeIdx, slices: u32) -> Vec<Extent> {
         if usize::from(node.0) >= self.table.layout.nodes.len() {
             return Vec::new();
@@ -200,7 +198,7 @@ impl<W: Words> Pool<W> {
         self.change("Taking back", extent, Move::TakeBack)
     }
 
-    /// Makes a move of all of an extent or of none.
+    /// Makes a move of all slices of an extent, or of none.
     fn change(&mut self, what: &str, extent: Extent, by: Move) -> Result<(), Invalid> {
         let wrong = |why: String| Err(Invalid(format!("{what} {extent}: {why}")));
         if let Err(why) = check_extent(&self.table, extent) {
@@ -246,7 +244,7 @@ impl<W: Words> Pool<W> {
         Some(segments)
     }
 
-    /// Returns the bricks that an extent touches: each is a file, and is mapped by itself.
+    /// Returns the bricks that an extent touches: each is a file with a mapping of its own.
     pub fn bricks(&self, extent: Extent) -> Vec<Extent> {
         let bricks = extent.start.0 / self.table.layout.brick..extent.end().div_ceil(self.table.layout.brick);
         bricks.map(|at| self.table.brick(SliceIdx(at * self.table.layout.brick))).collect()
@@ -257,7 +255,6 @@ impl<W: Words> Pool<W> {
         self.vms().map(|(_, Vm { id, domain, mode, slices })| Tenant { vm: id, domain, mode, slices })
     }
 
-    /// Returns every VM with its slot.
     fn vms(&self) -> impl Iterator<Item = (u16, Vm)> {
         (0..self.table.vm_mark()).filter_map(|slot| Some((slot, self.table.vm(slot).ok().flatten()?)))
     }
@@ -291,9 +288,7 @@ impl<W: Words> Pool<W> {
         state.0 + self.table.counts_bytes()
     }
 
-    /// Checks the whole state.
-    ///
-    /// # Errors The first error.
+    /// Checks the whole state. The error is the first that is found.
     pub fn validate(&self) -> Result<(), Damage> {
         let intent = self.table.words.load(layout::WORD_INTENT);
         if intent != 0 {

@@ -9,11 +9,11 @@ use crate::map::unit::{Domain, Extent, GuestIdx, Mode, NodeIdx, VmId};
 /// A part of guest memory, and its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where the guest has it.
+    /// Its place in guest memory.
     pub guest: GuestIdx,
-    /// How much.
+    /// Number of its slices.
     pub slices: u32,
-    /// Where the pool has it.
+    /// Its node.
     pub node: NodeIdx,
 }
 
@@ -30,12 +30,12 @@ pub struct Request {
     pub parts: Vec<Part>,
 }
 
-/// All of a VM's memory from one node.
+/// Parts for all of a VM's memory from one node.
 pub fn on_one_node(slices: u32, node: NodeIdx) -> Vec<Part> {
     vec![Part { guest: GuestIdx(0), slices, node }]
 }
 
-/// As much from each of these nodes; the parts differ by a slice if the size is not divisible. Guest memory is divided
+/// Parts of equal size from these nodes; they differ by a slice if the size is not divisible. Guest memory is divided
 /// in order, so that each node has one piece of it.
 pub fn balanced(slices: u32, nodes: &[NodeIdx]) -> Vec<Part> {
     let count = nodes.len().max(1) as u32;
@@ -43,7 +43,7 @@ pub fn balanced(slices: u32, nodes: &[NodeIdx]) -> Vec<Part> {
     split(&(0..).zip(nodes).map(|(at, node)| (*node, share(at))).collect::<Vec<_>>())
 }
 
-/// This much from each node, in the order of guest memory.
+/// Parts of these sizes, in the order of guest memory.
 pub fn split(shares: &[(NodeIdx, u32)]) -> Vec<Part> {
     let parts = shares.iter().scan(0, |start, (node, slices)| {
         let guest = GuestIdx(*start);
@@ -56,9 +56,9 @@ pub fn split(shares: &[(NodeIdx, u32)]) -> Vec<Part> {
 /// Memory of a VM that lies in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Where the guest has it.
+    /// Its place in guest memory.
     pub guest: GuestIdx,
-    /// Where the pool has it.
+    /// Its place in the pool.
     pub extent: Extent,
 }
 

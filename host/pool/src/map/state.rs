@@ -5,8 +5,8 @@
 //! gets a slice with the data of another one. Two codes differ in at least four bits, so that a damaged byte is no
 //! other state.
 //!
-//! The states are those of Vmem, 4.2.1, but for its error: a slice that could not be filled waits for a page. Here the
-//! state of a free slice also has its content.
+//! The states are those of Vmem, 4.2.1, except for its error state: a slice that could not be filled waits for a page.
+//! The state of a free slice also has its content.
 //!
 //! | from \ by | Reserve | Begin | Stop | Clean | Take | Release | Poison | Lend | TakeBack | Expose |
 //! |---|---|---|---|---|---|---|---|---|---|---|
@@ -33,17 +33,17 @@ pub enum Content {
 /// State of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SliceState {
-    /// The pool has no memory here.
+    /// The pool has no memory for the slice.
     Hole,
-    /// It is unused.
+    /// The slice is unused.
     Free(Content),
-    /// A VM has it.
+    /// A VM has the slice.
     Used,
-    /// Its memory failed.
+    /// The memory of the slice failed.
     Mce,
-    /// Its memory failed while a VM has it.
+    /// The memory of the slice failed while a VM has it.
     MceUsed,
-    /// Lent to the host.
+    /// The slice is lent to the host.
     Borrow,
 }
 
@@ -52,23 +52,23 @@ pub enum SliceState {
 pub enum Move {
     /// The host gave memory.
     Reserve,
-    /// A worker begins to fill it with zeros.
+    /// A worker begins to fill the slice with zeros.
     Begin,
-    /// The worker stopped before that.
+    /// The worker stopped before it had filled the slice.
     Stop,
-    /// The worker has filled it.
+    /// The worker has filled the slice.
     Clean,
-    /// A VM gets it.
+    /// A VM gets the slice.
     Take,
     /// The VM is gone.
     Release,
-    /// Its memory has failed.
+    /// The memory of the slice failed.
     Poison,
-    /// The host gets it.
+    /// The host gets the slice.
     Lend,
-    /// The host has returned it.
+    /// The host has returned the slice.
     TakeBack,
-    /// A VM that is gone could write there, because it had a slice of the same file.
+    /// A VM that is gone could write to the slice, because it had a slice of the same file.
     Expose,
 }
 
@@ -121,17 +121,17 @@ impl SliceState {
         })
     }
 
-    /// Is it unused?
+    /// Is the slice unused?
     pub const fn is_free(self) -> bool {
         matches!(self, Self::Free(_))
     }
 
-    /// May a VM get it?
+    /// May a VM get the slice?
     pub const fn is_ready(self) -> bool {
         matches!(self, Self::Free(Content::Zeroed))
     }
 
-    /// Has a VM got it?
+    /// Does a VM have the slice?
     pub const fn is_owned(self) -> bool {
         matches!(self, Self::Used | Self::MceUsed)
     }
@@ -142,7 +142,7 @@ impl SliceState {
         Self::CODES[at]
     }
 
-    /// Reads a stored byte; `None` if it is no state.
+    /// Reads a stored byte; `None` if it stands for no state.
     pub fn from_byte(byte: u8) -> Option<Self> {
         Self::CODES.iter().position(|code| *code == byte).map(|at| Self::ALL[at])
     }
@@ -191,7 +191,6 @@ mod tests {
         }
     }
 
-    /// The table at the top of this file.
     #[test]
     fn the_table_is_the_code() {
         let text = include_str!("state.rs");

@@ -1,6 +1,6 @@
 //! The memory of a node, by its state.
 //!
-//! Before: a request. After: a report, or metrics. Units: slices, and frames of 1 GiB where it says so.
+//! Before: a request. After: a report, or metrics. Units: slices, and frames of 1 GiB where a name says so.
 
 use crate::map::layout::NodeSpec;
 use crate::map::state::{Content, SliceState};
@@ -13,25 +13,25 @@ use crate::map::words::Words;
 pub struct NodeStats {
     /// Its number on the host.
     pub numa: u32,
-    /// Slices that it may have at most.
+    /// Most slices that the pool may have of it.
     pub slices: u32,
     /// Used by VMs.
     pub used: u32,
     /// Zeroed, so that they can be handed out.
     pub ready: u32,
-    /// Part of these, in files of a trust domain: only its VMs can have them.
+    /// Part of `ready` in files of a trust domain: only its VMs can have them.
     pub fenced: u32,
-    /// To be zeroed.
+    /// Not zeroed yet.
     pub dirty: u32,
     /// Being zeroed.
     pub zeroing: u32,
     /// Lent to the host.
     pub lent: u32,
-    /// Never reserved.
+    /// Places without memory.
     pub holes: u32,
-    /// Their memory failed.
+    /// Slices whose memory failed.
     pub mce: u32,
-    /// Their memory failed, and VMs have them.
+    /// Slices whose memory failed, and that VMs have.
     pub mce_used: u32,
     /// Whole frames that are ready.
     pub ready_frames: u32,

@@ -20,12 +20,12 @@ pub(crate) struct FrameCount {
 }
 
 impl FrameCount {
-    /// May all of it be handed out as one?
+    /// Can the whole frame be handed out as one?
     pub(crate) fn is_whole(self) -> bool {
         self.ready == FRAME_SLICES as u16
     }
 
-    /// Are some of its slices not free, so that it cannot become whole?
+    /// Are some slices not free, so that the frame cannot be whole?
     pub(crate) fn is_fragmented(self) -> bool {
         self.free < FRAME_SLICES as u16
     }
@@ -54,7 +54,6 @@ pub(crate) struct Entry {
     pub(crate) extent: Extent,
 }
 
-/// The state.
 #[derive(Debug)]
 pub(crate) struct Table<W> {
     pub(crate) words: W,
@@ -97,7 +96,6 @@ impl<W: Words> Table<W> {
         SliceState::from_byte(self.byte(self.layout.states, at.0)).unwrap_or(SliceState::Mce)
     }
 
-    /// Makes a move, if the truth table has it.
     pub(crate) fn step(&mut self, at: SliceIdx, by: Move) {
         let from = self.state(at);
         let Some(to) = from.after(by) else { return };
@@ -111,7 +109,6 @@ impl<W: Words> Table<W> {
         self.counts[frame.0 as usize]
     }
 
-    /// Returns the owner of the brick of this slice.
     pub(crate) fn owner(&self, at: SliceIdx) -> Option<Domain> {
         let (word, shift) = self.owner_place(at.0 / self.layout.brick);
         NonZeroU32::new((self.words.load(word) >> shift) as u32).map(Domain)
@@ -129,13 +126,12 @@ impl<W: Words> Table<W> {
         (self.layout.owners + brick as usize / 2, brick % 2 * 32)
     }
 
-    /// Returns the brick that has this slice.
     pub(crate) fn brick(&self, at: SliceIdx) -> Extent {
         let slices = self.layout.brick;
         Extent { start: SliceIdx(at.0 / slices * slices), slices }
     }
 
-    /// Has some VM a slice of this brick?
+    /// Does a VM have a slice of this brick?
     pub(crate) fn is_brick_used(&self, brick: Extent) -> bool {
         brick.each().any(|at| self.state(at).is_owned())
     }
@@ -192,7 +188,6 @@ impl<W: Words> Table<W> {
         self.words.store(layout::WORD_ENTRY_MARK, mark.into());
     }
 
-    /// Returns an entry, if it is used.
     pub(crate) fn entry(&self, at: u32) -> Option<Entry> {
         let word = |word: usize| self.words.load(self.layout.entries_start + at as usize * ENTRY_WORDS + word);
         let (first, second) = (word(0), word(1));
@@ -214,13 +209,11 @@ impl<W: Words> Table<W> {
         (0..ENTRY_WORDS).for_each(|word| self.words.store(start + word, 0));
     }
 
-    /// Returns the entries of this slot.
     pub(crate) fn entries_of(&self, slot: u16) -> Vec<(u32, Entry)> {
         let used = (0..self.entry_mark()).filter_map(|at| Some((at, self.entry(at)?)));
         used.filter(|(_, entry)| entry.slot == slot).collect()
     }
 
-    /// Do the counts match the state?
     pub(crate) fn is_counted(&self) -> bool {
         (0..self.layout.frames).map(FrameIdx).all(|frame| {
             let mut count = FrameCount::default();
@@ -229,7 +222,6 @@ impl<W: Words> Table<W> {
         })
     }
 
-    /// Returns the memory of the counts.
     pub(crate) fn counts_bytes(&self) -> u64 {
         size_of_val(&self.counts[..]) as u64
     }

@@ -16,14 +16,13 @@ use crate::map::unit::Extent;
 pub(crate) struct ZeroRun(u64);
 
 impl ZeroRun {
-    /// Returns a new one.
     pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// Unused slices with unknown content. They belong to this holder until they come back.
+/// Unused slices with unknown content. They belong to the holder of this value until they come back to the pool.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the slices stay out of use until they are given back to the pool"]
 pub struct Dirty(pub(crate) Extent, pub(crate) ZeroRun);
@@ -34,7 +33,7 @@ pub struct Dirty(pub(crate) Extent, pub(crate) ZeroRun);
 pub struct Zeroed(pub(crate) Extent, pub(crate) ZeroRun);
 
 impl Dirty {
-    /// Which ones.
+    /// The slices.
     pub fn extent(&self) -> Extent {
         self.0
     }
@@ -52,7 +51,7 @@ impl Dirty {
 }
 
 impl Zeroed {
-    /// Which ones.
+    /// The slices.
     pub fn extent(&self) -> Extent {
         self.0
     }

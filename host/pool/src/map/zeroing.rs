@@ -1,8 +1,7 @@
 //! Dirty slices on their way through a worker.
 //!
-//! Before: slices are dirty. After: they are ready, or dirty again. Threads: the owner's. Units:
-//! slices.
-//! Promise: as in `zero`; a slice that a VM may have written while a worker had it is dirty afterwards.
+//! Before: slices are dirty. After: they are ready, or dirty again. Threads: the owner's. Units: slices. Promise: as in
+//! `zero`; a slice that a VM may have written to while a worker had it is dirty afterwards.
 
 use crate::map::intent::{self, Intent};
 use crate::map::pool::Pool;
@@ -12,8 +11,7 @@ use crate::map::words::Words;
 use crate::map::zero::{Dirty, Zeroed};
 
 impl<W: Words> Pool<W> {
-    /// Returns up to `most` dirty slices of one brick, for a worker to zero. No other worker gets them until they come
-    /// back.
+    /// Returns up to `most` dirty slices of one brick, for one worker to zero, until they come back.
     pub fn next_dirty(&mut self, most: u32) -> Option<Dirty> {
         let has_dirty = |frame: &FrameIdx| self.table.count(*frame).free > self.table.count(*frame).ready;
         let is_dirty = |at: &SliceIdx| self.table.state(*at) == SliceState::Free(Content::Dirty);
@@ -26,8 +24,8 @@ impl<W: Words> Pool<W> {
         Some(Dirty(extent, self.run))
     }
 
-    /// Takes zeroed slices, which can now be handed out. One whose memory failed meanwhile stays out of service. A
-    /// worker of another run has none: its slices are dirty, or another worker's.
+    /// Takes zeroed slices, which can now be handed out. A slice whose memory failed meanwhile stays out of service.
+    /// Slices from a worker of another run are ignored: they are dirty, or another worker has them.
     pub fn clean(&mut self, zeroed: Zeroed) {
         let Zeroed(extent, run) = zeroed;
         if run != self.run {

@@ -1,5 +1,4 @@
-//! Changes of the kernel's number of huge pages that fail in the middle, and states of which nothing is left: what
-//! others have is as it was.
+//! Changes of the number of huge pages that fail in the middle, and lost states: other users keep their pages.
 
 use crate::common;
 
@@ -11,11 +10,10 @@ use ballast_pool::{Host, Page, Reserve, Want};
 
 use common::{Place, sum, two_nodes};
 
-/// A file of the kernel's that can be read, but not written while this lives.
+/// A file of the kernel's that cannot be written while this value lives.
 struct ReadOnly(PathBuf);
 
 impl ReadOnly {
-    /// The number of huge pages of this node.
     fn pages_of(root: &Path, node: u32) -> Self {
         let file = root.join(format!("sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages"));
         for options in [["--bind"].as_slice(), &["-o", "remount,ro,bind"]] {
@@ -32,7 +30,7 @@ impl Drop for ReadOnly {
     }
 }
 
-/// A pool of 32 MiB on two nodes, of which 5 pages each are others'.
+/// A pool of 32 MiB on two nodes. On each, 5 pages belong to others.
 fn pool(place: &Place, root: &Path) -> (Reserve, Host) {
     let host = two_nodes(root);
     let mut reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
@@ -41,7 +39,6 @@ fn pool(place: &Place, root: &Path) -> (Reserve, Host) {
     (reserve, host)
 }
 
-/// The kernel has this number of surplus pages on a node.
 fn set_surplus(root: &Path, node: u32, pages: u32) {
     let file = format!("sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/surplus_hugepages");
     std::fs::write(root.join(file), format!("{pages}\n")).expect("write");
@@ -73,7 +70,7 @@ fn a_change_that_fails_on_one_node_is_undone_at_once_where_the_kernel_allows_it(
     let Some(place) = Place::new() else { return };
     let root = tempfile::tempdir().expect("a directory");
     let (mut reserve, host) = pool(&place, root.path());
-    // The account of what is owed cannot be written, and there is something to owe: a surplus page that is converted.
+    // The account of owed pages cannot be written, and one must be noted: a surplus page that is converted.
     set_surplus(root.path(), 1, 1);
     std::fs::create_dir(place.dir().join("owed.new")).expect("make");
     reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(1), None).expect_err("nothing can be noted");
@@ -90,7 +87,7 @@ fn a_change_that_fails_or_whose_author_dies_gives_away_no_page_that_slices_still
     let (mut reserve, host) = pool(&place, root.path());
     set_surplus(root.path(), 0, 2);
     reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(0), None).expect("grow");
-    // The kernel has converted them.
+    // The kernel has converted the surplus pages.
     set_surplus(root.path(), 0, 0);
     let grown = pages(&host);
     let owed = || std::fs::read_to_string(place.dir().join("owed.json")).expect("something is owed");
@@ -102,7 +99,7 @@ fn a_change_that_fails_or_whose_author_dies_gives_away_no_page_that_slices_still
     drop((kept, reserve));
     let reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
     assert!(!place.dir().join("journal.json").exists());
-    // By the state, the second node's pages are lent.
+    // By the state, the pages of the second node are lent.
     assert_eq!((pages(&host), owed()), ([grown[0], 5], before));
     reserve.validate().expect("valid");
 }
@@ -151,7 +148,7 @@ fn a_state_of_another_boot_is_forgotten_even_if_it_cannot_be_read_and_its_pages_
     write("origin.json", r#"{"boot":"another","mark":"origin-0"}"#);
     write("state", "no state");
     write("journal.json", r#"{"0":99999}"#);
-    // No file of the kernel's: nothing is changed there.
+    // A host without the kernel's files: nothing is changed there.
     let host = Host::at(&dir.path().join("nowhere")).with(Page::Gib);
     let reserve = Reserve::open(dir.path(), host).expect("open");
     assert!(reserve.overview().notes[0].contains("were gone"));

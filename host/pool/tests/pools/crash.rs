@@ -1,7 +1,6 @@
-//! A writer that dies between any two of its stores leaves a state that opens, and is the one from before the operation
-//! or the one from after it.
+//! A writer that dies between two stores leaves a state that opens, from before the operation or from after it.
 //!
-//! The words write down each store. For each number of stores the state is made as if the writer had ended after them.
+//! The words record each store. For each number of stores, the test makes the state of a writer that ended there.
 
 use std::cell::RefCell;
 use std::io;
@@ -15,10 +14,10 @@ use ballast_pool::map::{
 };
 use proptest::prelude::*;
 
-/// Each store: where, and what.
+/// Each store: the word's index, and its value.
 type Stores = Rc<RefCell<Vec<(usize, u64)>>>;
 
-/// Words that remember their stores, and that nobody touches where they have no memory.
+/// Words that record their stores, and that must not be touched where they have no memory.
 #[derive(Clone, Debug)]
 struct Recorder {
     words: Vec<u64>,
@@ -68,7 +67,7 @@ fn request(id: u64, domain: u32, mode: Mode, slices: u32, second: u32) -> Reques
     Request { vm: vm(id), domain, mode, parts }
 }
 
-/// All that can be seen of a pool: slices, and what each VM has.
+/// The visible state of a pool: its slices, and each VM's memory.
 #[derive(Clone, Debug, PartialEq)]
 struct Seen {
     slices: Vec<(SliceState, Option<Domain>)>,
@@ -77,7 +76,7 @@ struct Seen {
 
 fn see<W: Words>(pool: &Pool<W>) -> Seen {
     let state = |at: SliceIdx| match pool.state(at) {
-        // What a worker was zeroing is dirty when the state is opened again.
+        // A slice that a worker was zeroing is dirty when the state is opened again.
         SliceState::Free(Content::Zeroing) => SliceState::Free(Content::Dirty),
         state => state,
     };
@@ -86,7 +85,7 @@ fn see<W: Words>(pool: &Pool<W>) -> Seen {
     Seen { slices, vms }
 }
 
-/// Do it, then die after each of its stores; `step` leaves some of them out.
+/// Runs an operation, then ends the writer after each of its stores; `step` leaves some of them out.
 fn die_everywhere(pool: &mut Pool<Recorder>, step: usize, work: impl FnOnce(&mut Pool<Recorder>)) {
     let before = see(pool);
     let (mut image, stores) = taken(pool);
@@ -105,14 +104,14 @@ fn die_everywhere(pool: &mut Pool<Recorder>, step: usize, work: impl FnOnce(&mut
     assert!(!redone && see(&found) == after);
 }
 
-/// The words of a pool as they are, and the stores from now on.
+/// The words of the pool now, and the list of its stores from now on.
 fn taken(pool: &mut Pool<Recorder>) -> (Vec<u64>, Stores) {
     let layout = Layout::new(&NODES, 64, 8).expect("a layout");
     let held = std::mem::replace(pool, Pool::create(Recorder::new(&layout), &layout).expect("a pool"));
     let words = held.into_words();
     words.stores.borrow_mut().clear();
     let (image, stores) = (words.words.clone(), words.stores.clone());
-    // Opened again it is the same: a worker's slices stay with the worker here.
+    // The pool is opened again, so the slices of a worker stay with the worker.
     *pool = reopened(words);
     stores.borrow_mut().clear();
     (image, stores)
@@ -122,7 +121,7 @@ fn reopened(words: Recorder) -> Pool<Recorder> {
     Pool::open(words).expect("open").0
 }
 
-/// VMs come and go as one. Slices that are lent, taken back or zeroed may do so one by one; none is anything else.
+/// VMs come and go as a whole. Slices may be lent, taken back or zeroed one by one. Nothing else may change.
 fn check(before: &Seen, after: &Seen, found: &Seen, at: usize) {
     let is_old = found.vms == before.vms;
     assert!(is_old || found.vms == after.vms, "after {at} stores a VM is neither old nor new");

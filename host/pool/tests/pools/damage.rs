@@ -1,4 +1,4 @@
-//! Whatever is in the words, opening them ends with a pool that is valid or with an error that names what and where.
+//! Any words: opening them gives a valid pool, or an error that names the problem and its place.
 
 use std::num::{NonZeroU32, NonZeroU64};
 
@@ -9,7 +9,7 @@ use ballast_pool::map::{
 use proptest::prelude::*;
 
 const NODES: [NodeSpec; 2] = [NodeSpec { numa: 0, slices: 1024 }, NodeSpec { numa: 1, slices: 200 }];
-/// Where the states begin and end, in bytes: `layout` has a test of the first.
+/// Where the states begin and end, in bytes: a test of `layout` checks the first.
 const STATES: std::ops::Range<usize> = 32 * 8..32 * 8 + 3 * FRAME_SLICES as usize;
 
 fn vm(id: u64) -> VmId {
@@ -21,7 +21,7 @@ fn request(id: u64, mode: Mode, slices: u32) -> Request {
     Request { vm: vm(id), domain: Domain(NonZeroU32::MIN), mode, parts }
 }
 
-/// A pool with everything in it.
+/// The words of a pool that has slices in all states.
 fn lived_in() -> Vec<u64> {
     let layout = Layout::new(&NODES, 64, 8).expect("a layout");
     let mut pool = Pool::create(vec![0; layout.words()], &layout).expect("a pool");
@@ -39,7 +39,6 @@ fn lived_in() -> Vec<u64> {
     pool.into_words()
 }
 
-/// Open it, and if that goes, use it.
 fn open_and_use(words: Vec<u64>) -> Result<(), Damage> {
     let (mut pool, _) = Pool::open(words)?;
     pool.validate().expect("what opens is valid");

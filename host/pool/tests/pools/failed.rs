@@ -1,5 +1,5 @@
-//! Memory of the pool that fails: against a kernel that can have it fail on command (root, `CONFIG_MEMORY_FAILURE`).
-//! `scripts/newer-kernel-suite.sh` runs it where this one has not.
+//! Memory of the pool that fails, on a kernel that can let it fail on command (root, `CONFIG_MEMORY_FAILURE`).
+//! `scripts/newer-kernel-suite.sh` runs this where the host's kernel cannot.
 
 use crate::common;
 
@@ -17,12 +17,11 @@ use ballast_testkit::skip;
 use common::{Place, map, settle, sum, zero_all};
 
 const SLICE: u64 = HUGE_SIZE as u64;
-/// Huge pages of the pool of these tests.
 const PAGES: u64 = 16;
 
 extern "C" fn on_bus_error(_: i32) {}
 
-/// Have memory fail. The kernel may tell this thread, which has not touched it.
+/// Lets memory fail. The kernel may send a signal to this thread, which has not touched it.
 fn fail(map: &Mapping, at: usize) -> std::io::Result<()> {
     static CATCH: Once = Once::new();
     CATCH.call_once(|| {
@@ -36,7 +35,7 @@ fn fail(map: &Mapping, at: usize) -> std::io::Result<()> {
     map.fail_memory(at)
 }
 
-/// Can memory fail here? Aloud, if not.
+/// Can memory fail here? Prints a skip if not.
 fn can_fail() -> bool {
     let file = memfd::create("ballast-test", Bytes(PAGE_SIZE as u64)).expect("memfd");
     let map = Mapping::shared(&file, 0, PAGE_SIZE).expect("map");
@@ -44,7 +43,6 @@ fn can_fail() -> bool {
     fail(&map, 0).inspect_err(|why| skip("hwpoison", format_args!("MADV_HWPOISON: {why}"))).is_ok()
 }
 
-/// A pool of 32 MiB in two files, of one node.
 fn pool(place: &Place) -> Option<Reserve> {
     can_fail().then(|| place.pool(32, 16))?
 }
@@ -53,7 +51,7 @@ fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Result<Grant, String> {
     reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::One(0)).map_err(|error| error.to_string())
 }
 
-/// Every slice is zero, and is marked.
+/// Checks that every slice is zero, and marks it.
 fn is_zero(map: &Mapping) -> bool {
     let words = (0..map.len()).step_by(PAGE_SIZE).map(|page| &map.words(page, 1)[0]);
     words.fold(true, |zero, word| zero & (word.swap(7, Ordering::Relaxed) == 0))
@@ -63,7 +61,6 @@ fn failed(reserve: &Reserve) -> u64 {
     sum(reserve, |node| node.failed)
 }
 
-/// A file of the pool, opened by its name.
 fn brick(dir: &Path, number: u32) -> std::fs::File {
     let path = dir.join(format!("2M/brick-{number}"));
     std::fs::File::options().read(true).write(true).open(path).expect("its file")
@@ -76,7 +73,7 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
     let ram = Mapping::shared(brick(&place.dir(), 0), 0, 16 * MIB as usize).expect("map");
     fail(&ram, 2 * HUGE_SIZE + 5 * PAGE_SIZE).expect("MADV_HWPOISON");
     drop(ram);
-    // Who asks for all of it finds out.
+    // A request for all of the memory finds the failure.
     let said = grant(&mut reserve, "all", 32).expect_err("one is missing");
     assert!(said.contains("it wants 16 slices, and 15 are ready"), "{said}");
     assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB));
@@ -98,7 +95,7 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
         assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB), "{round}");
         assert!(reserve.take_failures().is_empty(), "it is known");
     }
-    // The host may have the rest, and that one stays where it is.
+    // The host may borrow the rest, and the failed slice stays.
     reserve.lend(Bytes(32 * MIB), Some(place.node())).expect("lend");
     assert_eq!((failed(&reserve), place.pages()), (SLICE, 1));
     reserve.lend(Bytes(0), Some(place.node())).expect("take back");
@@ -118,9 +115,9 @@ fn a_vm_keeps_its_failed_page_and_is_named_and_the_next_one_does_not_get_it() {
     let told = reserve.take_failures();
     assert_eq!((told.len(), told[0].owner.clone()), (1, Some(("unlucky".into(), Bytes(4 * SLICE)))), "{told:?}");
     assert_eq!((failed(&reserve), sum(&reserve, |node| node.used)), (SLICE, 24 * MIB));
-    // The rest of its memory is as it was.
+    // The rest of the VM's memory is as it was.
     assert_eq!(ram.words(5 * HUGE_SIZE, 1)[0].load(Ordering::Relaxed), 7);
-    // Another page fails and its owner dies of it before anybody looks.
+    // Another page fails, and its VM dies of it before the next check.
     fail(&ram, 9 * HUGE_SIZE).expect("MADV_HWPOISON");
     drop((ram, held));
     assert_eq!(reserve.tend().expect("tend"), 1);
@@ -140,7 +137,7 @@ fn a_page_that_fails_of_a_vm_on_demand_is_reported_once_with_the_vms_name_and_it
     let Some(mut reserve) = pool(&place) else { return };
     let held = reserve.grant_on_demand("unlucky", Bytes(16 * MIB), &Nodes::One(place.node())).expect("promised");
     reserve.set_aside().expect("pages are free");
-    // Touched, as an engine fills a page.
+    // Allocated as by an engine that fills pages.
     memfd::allocate(&held.files[0], 2 * SLICE, 4 * SLICE).expect("allocate");
     let ram = map(&held);
     ram.words(3 * HUGE_SIZE, 1)[0].store(7, Ordering::Relaxed);
@@ -150,7 +147,7 @@ fn a_page_that_fails_of_a_vm_on_demand_is_reported_once_with_the_vms_name_and_it
     let told = reserve.take_failures();
     assert_eq!((told.len(), told[0].owner.clone()), (1, Some(("unlucky".into(), Bytes(3 * SLICE)))), "{told:?}");
     assert!(told[0].to_string().contains("a page (2 MiB) of node"), "{}", told[0]);
-    // The next look is at the other one alone.
+    // The next check reports the other page alone.
     fail(&ram, 5 * HUGE_SIZE).expect("MADV_HWPOISON");
     assert_eq!(reserve.tend().expect("tend"), 0);
     let told = reserve.take_failures();
@@ -171,7 +168,7 @@ fn another_page_takes_the_place_of_a_failed_one_that_left_its_file_unseen() {
     let ram = map(&held);
     assert!(is_zero(&ram));
     fail(&ram, 3 * HUGE_SIZE).expect("MADV_HWPOISON");
-    // The guest frees it, or the VM moves it away, before anybody looks.
+    // The guest frees the page, or the VM moves it away, before the check.
     let extent = held.extents[0];
     memfd::punch(&held.files[usize::from(extent.file)], extent.offset.0 + 3 * SLICE, SLICE).expect("punch");
     drop((ram, held));

@@ -1,6 +1,5 @@
-//! A pool of pages of 1 GiB, on real ones: what is reserved, handed out, zeroed, lent and kept from others is as with
-//! pages of 2 MiB. Needs a kernel that finds two such pages now; `scripts/newer-kernel-suite.sh` runs it where there is
-//! one.
+//! A pool of real pages of 1 GiB: they are reserved, handed out, zeroed, lent and kept from others like pages of 2 MiB.
+//! Needs a kernel that finds two such pages now; `scripts/newer-kernel-suite.sh` runs it where there is one.
 
 use crate::common;
 
@@ -21,7 +20,7 @@ fn pool(place: &Place) -> Option<Reserve> {
     place.pool(2 << 10, 1 << 10)
 }
 
-/// Leave a secret in each line of 64 bytes, and return how many were not zero.
+/// Writes a secret into each line of 64 bytes, and returns how many were not zero.
 fn search_and_mark(map: &Mapping) -> usize {
     let mut found = 0;
     for page in (0..map.len()).step_by(PAGE_SIZE) {
@@ -32,7 +31,6 @@ fn search_and_mark(map: &Mapping) -> usize {
     found
 }
 
-/// Returns whether this memory can be taken now, and why not.
 fn refused(reserve: &mut Reserve, bytes: u64) -> String {
     reserve.grant("refused", Bytes(bytes), Mode::Slices, &Nodes::Any).expect_err("it is refused").to_string()
 }
@@ -62,7 +60,7 @@ fn pages_of_a_gib_are_handed_out_kept_while_anybody_has_them_and_come_back_zeroe
     assert_eq!(reserve.tend().expect("tend"), 1);
     zero_all(&mut reserve);
 
-    // The pipe keeps its page from everybody: the other one goes to the next VM, and nothing of the secret is in it.
+    // The pipe keeps its page from everybody. The other page goes to the next VM, without the secret.
     assert_eq!((sum(&reserve, |node| node.ready), reserve.overview().waiting), (GIB, Bytes(GIB)));
     let victim = grant(&mut reserve, "victim", 1 << 10);
     assert_eq!(search_and_mark(&map(&victim)), 0, "somebody else's memory");

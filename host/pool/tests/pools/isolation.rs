@@ -1,5 +1,4 @@
-//! What a hostile VMM could try with its part of the pool, as programs: to reach memory that is not its own, or memory
-//! that will be somebody else's.
+//! Attacks of a hostile VMM with its part of the pool, as programs: it reaches for memory of others, now or later.
 
 use crate::common;
 
@@ -18,7 +17,6 @@ use common::{Place, SECRET, grant, hold_in_pipe, map, sum, zero_all};
 
 const SLICE: usize = HUGE_SIZE;
 
-/// The words of a mapping, one of each page, that are not zero.
 fn found(map: &Mapping) -> usize {
     (0..map.len()).step_by(PAGE_SIZE).filter(|at| map.words(*at, 1)[0].load(Ordering::Relaxed) != 0).count()
 }
@@ -51,11 +49,10 @@ fn a_mapping_of_a_part_of_a_brick_grows_by_no_call_into_what_is_another_vms() {
         let grown = libc::mremap(at, SLICE, 16 * SLICE, libc::MREMAP_MAYMOVE);
         assert_eq!(grown, libc::MAP_FAILED, "a mapping of huge pages grew");
         assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EINVAL));
-        // A second mapping of the same pages by a length of nothing.
+        // A second mapping of the same pages: `mremap` with an old length of 0.
         let copy = libc::mremap(at, 0, 16 * SLICE, libc::MREMAP_MAYMOVE);
         assert_eq!(copy, libc::MAP_FAILED, "a mapping was made of nothing");
-        // The one call that turns a page of a mapping into another one of its file. The kernel may do it: it is a page
-        // of the brick, which is the spy's alone.
+        // The one call that replaces a page of a mapping by another page of its file: here of the spy's own brick.
         for slice in [4usize, 7] {
             if libc::syscall(libc::SYS_remap_file_pages, at, SLICE, 0, slice * SLICE / PAGE_SIZE, 0) == 0 {
                 assert_eq!(at.cast::<u64>().read_volatile(), 0, "slice {slice} of the brick is somebody's");
@@ -63,8 +60,7 @@ fn a_mapping_of_a_part_of_a_brick_grows_by_no_call_into_what_is_another_vms() {
         }
         libc::munmap(at, SLICE);
     }
-    // By its descriptor it has the whole file, and nobody else has any of it. Its size it can change; what is beyond
-    // the old end are holes.
+    // By its descriptor the spy has the whole file, which is its own. If it grows the file, the new bytes are holes.
     let whole = map(&Grant {
         vm: 0,
         extents: vec![part(16)],
@@ -75,7 +71,7 @@ fn a_mapping_of_a_part_of_a_brick_grows_by_no_call_into_what_is_another_vms() {
     rustix::fs::ftruncate(file, 64 * MIB).expect("its file");
     let longer = raw_map(file, 64 * MIB as usize);
     for slice in [8usize, 31] {
-        // What is there are no pages of the pool: the kernel takes one of its own, if it has one, or has none.
+        // There are no pages of the pool: the kernel uses a free huge page of its own, or has none.
         // SAFETY: the mapping is that long.
         let touched = unsafe { libc::madvise(longer.byte_add(slice * SLICE), SLICE, libc::MADV_POPULATE_READ) };
         // SAFETY: it was just made readable, and is this test's alone.
@@ -96,7 +92,7 @@ fn part(mib: u64) -> ballast_base::Extent {
     ballast_base::Extent { file: 0, offset: Bytes(0), len: Bytes(mib * MIB) }
 }
 
-/// What a process may keep of a file of the pool.
+/// The way in which a process keeps a file of the pool.
 #[derive(Debug, Clone, Copy)]
 enum Keep {
     Descriptor,
@@ -183,7 +179,7 @@ fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_
         let done = job.run();
         assert!(reserve.finish(done), "the page is free now");
     }
-    // VMs had its file meanwhile, so it is zeroed once more.
+    // VMs had the file meanwhile, so the slice is zeroed once more.
     zero_all(&mut reserve);
     let none = reserve.grant_on_demand("next", Bytes(2 * MIB), &Nodes::Balanced(Vec::new())).expect_err("of no node");
     assert!(none.to_string().contains("no node is named"), "{none}");

@@ -1,7 +1,7 @@
-//! Random histories of a pool beside a simple model of it: what is handed out, and to whom, is what the rules say.
+//! Random histories of a pool beside a simple model: each request gets the slices that the rules demand.
 //!
-//! The model knows a slice as a value and finds each one by looking at all of them. It decides for itself which slices
-//! a request gets, one at a time; the pool must have chosen the same.
+//! The model keeps each slice as a value and finds slices by looking at all of them. It chooses the slices of a request
+//! one at a time; the pool must choose the same slices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::{NonZeroU32, NonZeroU64};
@@ -14,7 +14,7 @@ use proptest::prelude::*;
 
 /// Two nodes, one of which ends within a frame.
 const NODES: [NodeSpec; 2] = [NodeSpec { numa: 0, slices: 1800 }, NodeSpec { numa: 1, slices: 1024 }];
-/// Where the second one begins: after four frames.
+/// The first slice of the second node: after four frames.
 const SECOND: u32 = 4 * FRAME_SLICES;
 const ALL: u32 = SECOND + 1024;
 const VMS: u32 = 5;
@@ -70,7 +70,7 @@ impl Model {
         &self.states[(frame * FRAME_SLICES) as usize..][..FRAME_SLICES as usize]
     }
 
-    /// Which trust domain has the brick of this slice: that of any VM with a slice of it.
+    /// The trust domain of this slice's brick: that of any VM with a slice of it.
     fn domain(&self, at: u32) -> Option<u32> {
         let brick = at / self.brick * self.brick;
         let owner = (brick..brick + self.brick).find_map(|at| self.owners[at as usize]);
@@ -87,7 +87,6 @@ impl Model {
         self.owners[at as usize] = owner;
     }
 
-    /// The slice that the rules give next, of those of this node.
     fn next_slice(&self, node: u8, domain: u32) -> Option<u32> {
         let frames = if node == 0 { 0..4 } else { 4..6 };
         let can = |at: &u32| self.states[*at as usize].is_ready() && self.domain(*at).is_none_or(|of| of == domain);
@@ -97,7 +96,7 @@ impl Model {
         best(useful.min_by_key(|frame| (!is_fragmented(*frame), u32::MAX - frame))?)
     }
 
-    /// What the rules give; `None`: nothing. Whole frames are told apart, because they must be aligned.
+    /// The slices by the rules, with the whole frames, which must be aligned; `None`: the request is refused.
     fn give(&self, id: u64, request: &Request, domain: u32) -> Option<(BTreeSet<u32>, Vec<u32>)> {
         let mut scratch = self.clone();
         scratch.vms.insert(id, (domain, BTreeSet::new()));
@@ -131,12 +130,12 @@ impl Model {
     }
 }
 
-/// A pool, its model, and what a worker is zeroing.
+/// A pool, its model, and the slices that a worker is zeroing.
 struct Pair {
     pool: Pool<Vec<u64>>,
     model: Model,
     working: Vec<Dirty>,
-    /// Part of those: what a VM that is gone could write.
+    /// The part of the worker's slices that a VM that is gone could write to.
     exposed: BTreeSet<u32>,
 }
 
@@ -178,7 +177,7 @@ impl Pair {
         let mode = if mix { Mode::Mix } else { Mode::Slices };
         let mut at = 0;
         let parts = parts.iter().map(|(gap, slices, node)| {
-            // Aligned and whole, aligned, or neither.
+            // The part is aligned and whole, aligned, or neither.
             let start = if *gap < 2 { at / FRAME_SLICES * FRAME_SLICES + FRAME_SLICES } else { at + gap };
             let slices = if *gap == 0 { slices.div_ceil(FRAME_SLICES) * FRAME_SLICES } else { *slices };
             at = start + slices;
@@ -228,7 +227,7 @@ impl Pair {
             let is_bad = self.model.states[*at as usize] == SliceState::MceUsed;
             self.model.set(*at, if is_bad { SliceState::Mce } else { SliceState::Free(Content::Dirty) }, None);
         }
-        // It could write to all of these files.
+        // The VM could write to all of these files.
         for at in slices.into_iter().filter(|at| self.model.domain(*at).is_none()).collect::<Vec<_>>() {
             for at in self.model.brick(at) {
                 match self.model.states[at as usize] {
@@ -241,7 +240,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Zero up to `most` slices; sometimes leave it half done, give it back, or fail.
+    /// Zeroes up to `most` slices; sometimes stops halfway, returns the slices, or fails.
     fn zero(&mut self, most: u32, fate: u8) -> Result<(), TestCaseError> {
         if fate == 7 {
             for dirty in self.working.drain(..) {
@@ -358,7 +357,7 @@ proptest! {
         for op in &ops {
             pair.apply(op)?;
         }
-        // A state that is opened again is the same, except the slices that a worker was zeroing.
+        // A state that is opened again is equal, except for the slices that a worker was zeroing.
         for dirty in pair.working.drain(..) {
             for at in dirty.extent().each() {
                 if pair.model.states[at.0 as usize] == SliceState::Free(Content::Zeroing) {
@@ -373,7 +372,6 @@ proptest! {
     }
 }
 
-/// A pool of whole frames that are ready, on one node.
 fn ready(frames: u32) -> Pool<Vec<u64>> {
     let slices = frames * FRAME_SLICES;
     let layout = Layout::new(&[NodeSpec { numa: 0, slices }], FRAME_SLICES, 64).expect("a layout");
@@ -403,7 +401,7 @@ fn extents(pool: &mut Pool<Vec<u64>>, request: &Request) -> Vec<(u32, u32)> {
 fn a_request_of_3_5_gib_takes_3_from_the_front_and_a_half_from_the_back() {
     let mut pool = ready(8);
     assert_eq!(extents(&mut pool, &request(0, Mode::Mix, 7 * 256)), [(0, 1536), (4096 - 256, 256)]);
-    // The second one's half is the rest of the frame that the first one has begun.
+    // The second VM's half is in the rest of the frame that the first VM has begun.
     assert_eq!(extents(&mut pool, &request(1, Mode::Mix, 7 * 256)), [(1536, 1536), (4096 - 512, 256)]);
     assert_eq!(pool.stats(NodeIdx(0)).expect("node").ready_frames, 1);
 }
@@ -412,7 +410,7 @@ fn a_request_of_3_5_gib_takes_3_from_the_front_and_a_half_from_the_back() {
 fn where_only_2_whole_gib_are_left_the_rest_of_3_5_is_slices() {
     let mut pool = ready(6);
     let half = |id| request(id, Mode::Slices, 256);
-    // Four VMs of half a GiB; of two of them the frames stay in parts.
+    // Six VMs of half a GiB come, and every second one goes: three frames stay in parts.
     (0..6).for_each(|id| drop(extents(&mut pool, &half(id))));
     [0, 2, 4].into_iter().for_each(|id| drop(pool.release(vm(id)).expect("release")));
     pool.allocate(&request(9, Mode::Mix, 512)).expect("one whole GiB");
@@ -427,13 +425,13 @@ fn where_only_2_whole_gib_are_left_the_rest_of_3_5_is_slices() {
 #[test]
 fn what_a_vm_could_write_beside_its_slices_is_zeroed_before_another_one_gets_it() {
     let mut pool = ready(1);
-    // A brick of the second VM's domain, of which it has one slice.
+    // A brick of the second VM's domain, in which the VM has one slice.
     pool.allocate(&request(0, Mode::Slices, 1)).expect("one");
     pool.release(vm(0)).expect("release");
     let stats = pool.stats(NodeIdx(0)).expect("a node");
     let brick = pool.layout().brick_slices();
     assert_eq!((stats.dirty, stats.ready), (brick, 512 - brick), "it had the whole file");
-    // A worker has cleaned a slice, and a VM with another slice of the file writes behind it.
+    // A worker has zeroed a slice, and then a VM with another slice of the file writes to it.
     let most = pool_dirty(&mut pool, brick - 2);
     pool.clean(most);
     let first = pool_dirty(&mut pool, 1);
@@ -455,7 +453,7 @@ fn a_worker_of_a_pool_that_was_opened_again_has_no_slices() {
     pool.release(vm(0)).expect("release");
     let old = pool.next_dirty(512).expect("dirty").zero(|_| Ok::<_, ()>(())).expect("zeroed");
     let mut pool = Pool::open(pool.into_words()).expect("open").0;
-    // Zeroed by another worker, written by a VM, and being zeroed once more: the first worker's word says nothing.
+    // Zeroed by another worker, written by a VM, and being zeroed again: the first worker's result does not count.
     zero_all(&mut pool);
     pool.allocate(&request(1, Mode::Slices, 512)).expect("all of it");
     pool.release(vm(1)).expect("release");

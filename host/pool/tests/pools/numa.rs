@@ -1,4 +1,4 @@
-//! A pool on a machine with several NUMA nodes: what each gives, and of which a VM's pages are.
+//! A pool on a machine with several NUMA nodes: the memory that each gives, and the nodes of a VM's pages.
 //! `scripts/newer-kernel-suite.sh` runs the first test in a machine that has two, of different sizes.
 
 use crate::common;
@@ -16,7 +16,6 @@ use ballast_testkit::skip;
 
 use common::{Place, zero_all};
 
-/// Two nodes of this machine.
 fn two_nodes() -> Option<[u32; 2]> {
     match Host::default().nodes().expect("nodes")[..] {
         [one, other, ..] => Some([one, other]),
@@ -27,7 +26,6 @@ fn two_nodes() -> Option<[u32; 2]> {
     }
 }
 
-/// Huge pages of each node that this memory has, as the kernel says.
 fn pages_by_node(grant: &Grant) -> BTreeMap<u32, u64> {
     let mut pages = BTreeMap::new();
     for extent in &grant.extents {

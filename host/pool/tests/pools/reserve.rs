@@ -1,4 +1,4 @@
-//! A pool on real huge pages: what it reserves, hands out, takes again and lends, and what never leaves it.
+//! A pool on real huge pages: what it reserves, hands out, takes back and lends, and what it never hands out.
 
 use crate::common;
 
@@ -22,7 +22,7 @@ fn memory_is_reserved_handed_out_and_comes_back_zeroed_when_the_last_holder_is_g
     assert_eq!(sum(&reserve, |node| node.fenced), 8 * MIB, "the rest of its third file is nobody else's");
     let ram = map(&first);
     assert_eq!(search_and_mark(&ram), 0);
-    // It can reach the rest of its file, and so it does.
+    // A VM can reach the rest of its file.
     let rest = map(&Grant { extents: vec![whole_file(2)], ..first });
     search_and_mark(&rest);
     assert_eq!(reserve.tend().expect("tend"), 0, "it is mapped");
@@ -64,7 +64,7 @@ fn an_owner_that_follows_finds_all_of_it_and_two_are_never() {
     assert_eq!(ram.words(0, 1)[0].load(Ordering::Relaxed), SECRET, "its memory is as it was");
     drop((ram, held));
     assert_eq!(reserve.tend().expect("tend"), 1);
-    // A lock of one process lets the same process in; another one is refused.
+    // A lock does not exclude its own process, so another process must try.
     let python = std::process::Command::new("python3").args(["--version"]).output();
     if python.is_ok() {
         let lock = place.dir().join("lock");
@@ -88,7 +88,7 @@ fn what_is_lent_is_the_hosts_and_comes_back_zeroed() {
     reserve.validate().expect("valid");
     reserve.lend(Bytes(8 * MIB), Some(place.node())).expect("take back");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (28, 8 * MIB));
-    // To grow is to take back first.
+    // A pool that grows takes back lent slices first.
     reserve.grow(Want::Bytes(Bytes(64 * MIB)), Some(place.node()), None).expect("grow");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (32, 0));
     zero_all(&mut reserve);
@@ -104,12 +104,12 @@ fn a_page_that_a_pipe_holds_is_given_to_nobody() {
     let held = grant(&mut reserve, "spy", 32);
     let ram = map(&held);
     search_and_mark(&ram);
-    // The spy's page sits in a pipe that outlives its mapping and its descriptors.
+    // The spy's page is in a pipe that outlives the spy's mapping and descriptors.
     let (reader, writer) = hold_in_pipe(&ram, 0);
     drop((ram, held));
     assert_eq!(reserve.tend().expect("tend"), 1, "the kernel says that nobody has the files");
     zero_all(&mut reserve);
-    // The kernel has one page less, unless somebody else's became free.
+    // The kernel has one page less, unless a page of another user became free.
     let (ready, waiting) = (sum(&reserve, |node| node.ready), reserve.overview().waiting);
     assert!(ready >= 30 * MIB && ready + waiting.0 == 32 * MIB, "{ready}, {waiting}");
     let next = grant(&mut reserve, "next", ready / MIB);
@@ -174,12 +174,12 @@ fn pages_that_take_the_place_of_held_ones_leave_the_host_its_margin() {
     let host = two_nodes(root.path());
     let mut reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
     reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, Some(Bytes(16 * MIB))).expect("grow");
-    // The kernel of this machine knows nothing of these pages, so all slices wait.
+    // The kernel of this machine has no such pages, so all slices wait.
     zero_all(&mut reserve);
     if reserve.overview().waiting != Bytes(32 * MIB) {
         return ballast_testkit::skip("hugetlb", "this machine has huge pages that nobody uses");
     }
-    // From now on the host is one of 8 GiB, of which 520 MiB are available: 8 MiB more than the margin.
+    // From now on the host has 8 GiB, of which 520 MiB are available: 8 MiB more than the margin.
     for node in [0, 1] {
         let file = root.path().join(format!("sys/devices/system/node/node{node}/meminfo"));
         let text = std::fs::read_to_string(&file).expect("read");
@@ -195,7 +195,7 @@ fn pages_that_take_the_place_of_held_ones_leave_the_host_its_margin() {
             assert!(!reserve.finish(done), "a page from nowhere");
         }
         reserve.replenish(false).expect("ask for pages");
-        // The kernel reports what the pool has taken.
+        // The kernel reports the memory that the pool has taken.
         let left = (520 << 10) - (pages() - before) * (2 << 10);
         std::fs::write(root.path().join("proc/meminfo"), format!("MemAvailable: {left} kB\n")).expect("write");
     }
@@ -207,7 +207,7 @@ fn a_change_whose_author_died_is_undone() {
     let Some(place) = Place::new() else { return };
     let Some(reserve) = place.pool(32, 16) else { return };
     drop(reserve);
-    // It had noted that nothing of the host's pages is anybody else's, and set the number.
+    // The author had noted the number of the others' pages, and had changed the kernel's number.
     let (host, node) = (ballast_pool::Host::default(), place.node());
     let others = host.pages(node).expect("pages").total - 16;
     std::fs::write(place.dir().join("journal.json"), format!("{{\"{node}\":{others}}}")).expect("write");
@@ -227,18 +227,18 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
     let surplus = |node: &u32| host.pages(*node).expect("pages").surplus;
     let at_first: Vec<u64> = nodes.iter().map(surplus).collect();
     let others = ballast_testkit::PoolLoan::new(OTHERS).and_then(|loan| {
-        // They have the free ones, too, if the host had any.
+        // The others have the free pages, too, if the host had any.
         let free = nodes.iter().map(|node| Ok(host.pages(*node)?.free)).sum::<std::io::Result<u64>>()?;
         let all = OTHERS + free;
         let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(all * HUGE_SIZE as u64))?;
         let map = Mapping::shared(&file, 0, all as usize * HUGE_SIZE)?;
         map.populate(0, map.len())?;
-        // From here on nobody gets more of these: the pool has its own pages, or none.
+        // From here on no process gets more surplus pages: the pool has its own pages, or none.
         drop(loan);
         Ok(map)
     });
     let Ok(others) = others.inspect_err(|why| ballast_testkit::skip("hugetlb", why)) else { return };
-    // The kernel decides which node they are of: the pool is of the one that has most of them.
+    // The kernel decides of which node the pages are: the pool takes the node that has most of them.
     let gained = nodes.iter().zip(at_first).map(|(node, first)| (surplus(node).saturating_sub(first), *node));
     let (gained, node) = gained.max().expect("a node");
     let before = host.pages(node).expect("pages");
@@ -248,7 +248,7 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
     assert_eq!(reserve.tend().expect("tend"), 0);
     let now = host.pages(node).expect("pages");
     assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus), "they are what they were");
-    // Whose owner dies before that: the next one knows.
+    // The owner dies before it gives them back, and the next owner does so.
     reserve.lend(Bytes(16 * MIB), Some(node)).expect("lend");
     reserve.lend(Bytes(0), Some(node)).expect("take back");
     drop(reserve);

@@ -20,7 +20,6 @@ use common::{VM, key, key_of, known, start, store, store_of, stored, until};
 
 const ONE: Layout =
     Layout { primaries: 1, replicas: 0, node_timeout: Duration::from_secs(1), maxmemory: Bytes(64 << 20), tls: false };
-/// Reads of a page that must not be lost.
 const TRIES: usize = 5;
 
 fn client(clusters: &[&Valkey]) -> Arc<Cluster> {
@@ -36,7 +35,7 @@ struct Vm {
 }
 
 impl Vm {
-    /// The next engine of the VM, whose words name these pages.
+    /// Starts the next engine of the VM, whose words name these pages.
     fn engine(&self, cluster: &Arc<Cluster>, live: &[(PageKey, Handle)]) -> RemoteStore {
         let told = self.told.clone();
         let tell = move |text| told.lock().expect("told").push(text);
@@ -62,15 +61,13 @@ fn get(store: &RemoteStore, (key, handle): (PageKey, Handle)) -> GetOutcome {
     outcome
 }
 
-/// Gets a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: (PageKey, Handle)) -> GetOutcome {
     known(store, || get(store, page))
 }
 
-/// The page is waited for, and none is put.
+/// Checks that a read waits for the page, and that a put is refused.
 fn waits(store: &RemoteStore, page: (PageKey, Handle)) {
     (0..TRIES).for_each(|_| assert_eq!(get(store, page), GetOutcome::Busy));
-    // Until operators were told.
     until(|| {
         assert_eq!(get(store, page), GetOutcome::Busy);
         if store.elsewhere().is_some() { Ok(()) } else { Err(store.last_refusal()) }
@@ -78,7 +75,6 @@ fn waits(store: &RemoteStore, page: (PageKey, Handle)) {
     assert_eq!(store.put(key(99), &pages::incompressible(99)), PutOutcome::Busy);
 }
 
-/// The keys of a cluster's identity, with their values.
 fn identities(valkey: &Valkey) -> Vec<String> {
     let keys = valkey.say(0, &["KEYS", "bl{cluster:*"]).and_then(read::<Vec<String>>).expect("keys");
     keys.iter().map(|key| valkey.text(0, &["GET", key]).expect("a value")).collect()
@@ -91,7 +87,7 @@ fn pages_in_another_cluster_wait_until_that_one_is_back_and_an_emptied_one_loses
     let live = put(&vm.engine(&at_right, &[]), 0..3);
     let kept = vm.kept.load(Ordering::Relaxed);
     assert_eq!(identities(&right), vec![format!("{kept:016x}"); 16]);
-    // Another, empty cluster; then one that has the pages of others.
+    // An empty cluster, and then one that has the pages of others.
     for other in [VmId([8; 16]), VmId([9; 16])] {
         let engine = vm.engine(&at_wrong, &live);
         waits(&engine, live[0]);
@@ -102,11 +98,10 @@ fn pages_in_another_cluster_wait_until_that_one_is_back_and_an_emptied_one_loses
         stored(&store_of(other, &at_wrong), key_of(other, 0), &[pages::mixed(1)]);
     }
     assert_eq!(wrong.keys().expect("keys"), 4, "of the others, pages and leases");
-    // The right one.
+    // The cluster that has the pages.
     let engine = vm.engine(&at_right, &live);
     live.iter().for_each(|page| assert_eq!(get_at_last(&engine, *page), GetOutcome::Found));
     assert_eq!((engine.elsewhere(), vm.told()), (None, Vec::new()));
-    // It is emptied.
     right.say(0, &["FLUSHALL"]).expect("FLUSHALL");
     waits(&engine, live[0]);
     assert_eq!(vm.told().len(), 1);
@@ -116,7 +111,7 @@ fn pages_in_another_cluster_wait_until_that_one_is_back_and_an_emptied_one_loses
     assert_eq!(engine.elsewhere(), None);
     identity::mend(&at_right);
     assert_eq!(identities(&right), vec![format!("{kept:016x}"); 16]);
-    // A VM of which nothing is in any cluster may go to any.
+    // A VM that has no page in any cluster may use any.
     let engine = vm.engine(&at_wrong, &[]);
     put(&engine, 5..6);
     assert_ne!(vm.kept.load(Ordering::Relaxed), kept);

@@ -20,16 +20,15 @@ use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{cluster, get_at_last, key, played, shards, start, store, stored, tls_cluster, until};
 
-/// Waits until a connection has input.
 fn wait_for(connection: &TcpStream) {
     let begun = Instant::now();
-    // It has a read timeout of the store's.
+    // The store set a read timeout on the connection.
     while connection.peek(&mut [0]).is_err() {
         assert!(begun.elapsed() < Duration::from_secs(60), "no reply comes");
     }
 }
 
-/// Begins to get a page. Returns the connection that has input when it comes, if the request was sent.
+/// Begins to get a page. If the request was sent, returns the connection that has input when the page comes.
 fn begin(store: &RemoteStore, page: u64, handle: Handle) -> Option<TcpStream> {
     let watched = Mutex::new(None);
     let watch = |fd: BorrowedFd<'_>| *watched.lock().expect("no panic") = fd.try_clone_to_owned().ok();
@@ -37,7 +36,7 @@ fn begin(store: &RemoteStore, page: u64, handle: Handle) -> Option<TcpStream> {
     watched.into_inner().expect("no panic").filter(|_| is_sent).map(TcpStream::from)
 }
 
-/// Gets such a page when there is input; `None` if what came is not all of it, or not the page.
+/// Gets a begun page when there is input; `None` if only a part of it has come, or it is not the page.
 fn come(store: &RemoteStore, connection: &TcpStream, page: u64, handle: Handle) -> Option<PageBytes> {
     wait_for(connection);
     let mut out = [0; PAGE_SIZE];
@@ -53,7 +52,7 @@ fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_a
         let bytes: Vec<_> = (0..20).map(pages::mixed).collect();
         let handles = stored(&store, key(0), &bytes);
         let handle = |page: u64| handles[page as usize];
-        // A request that was late has closed the connection: the next one opens it.
+        // A late request has closed the connection: the next get opens another.
         let begin_at_last = |page| {
             until(|| {
                 let begun = begin(&store, page, handle(page));
@@ -65,7 +64,7 @@ fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_a
         for page in 0..20 {
             let fd = begin_at_last(page);
             let begun = Instant::now();
-            // What has come may not be all of it, and under TLS it may be something else.
+            // The input may be only a part of the page, and under TLS it may be something else.
             let came = std::iter::from_fn(|| {
                 assert!(begun.elapsed() < Duration::from_secs(60), "page {page} does not come");
                 Some(come(&store, &fd, page, handle(page)))
@@ -78,7 +77,7 @@ fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_a
                 "it was got"
             );
         }
-        // As many requests as connections are idle: one.
+        // One connection is idle, so one request can be begun.
         let _fd = begin_at_last(1);
         assert!(begin(&store, 2, handle(2)).is_none(), "no other connection is there");
         for page in [2, 1] {
@@ -89,13 +88,13 @@ fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_a
     }
 }
 
-/// A server that has all slots, and what it sends: the pieces of the reply to each `GET`, up to an empty one.
+/// A server that has all slots, and the channel for the pieces of its reply to each `GET`, up to an empty one.
 fn server() -> (RemoteStore, Sender<Vec<u8>>) {
     let (say, pieces): (_, Receiver<Vec<u8>>) = mpsc::channel();
     let pieces = Mutex::new(pieces);
     let cluster = played(move |mut stream: TcpStream| {
         let mut asked = [0; 4096];
-        // A command is short, and sent at once.
+        // A command is short, and arrives whole.
         while let Ok(len @ 1..) = stream.read(&mut asked) {
             if String::from_utf8_lossy(&asked[..len]).contains("CLUSTER") {
                 let port = stream.local_addr().expect("an address").port();
@@ -133,8 +132,8 @@ fn a_thread_that_must_not_wait_gets_a_whole_page_or_nothing_from_any_reply() {
             known => Ok(known),
         }
     };
-    // A request needs a connection that is there: the first get opens it. If that is late, its reply would be that of
-    // another request: it needs another server.
+    // A begun request needs an idle connection: the first get opens it. If that get is late, its reply would be taken
+    // for that of another request, so the test starts again with another server.
     let opened = || {
         until(|| {
             let server = server();
@@ -166,7 +165,7 @@ fn a_thread_that_must_not_wait_gets_a_whole_page_or_nothing_from_any_reply() {
         send(&say, &[refused, b""]);
         assert!(come(&store, &connection, 0, handle).is_none(), "{}", String::from_utf8_lossy(refused));
     }
-    // An array may have any number of parts, each of which looks at all before it.
+    // An array may have any number of parts, and each is parsed after all before it.
     for broken in [&b"HTTP/1.1 400 Bad Request\r\n"[..], &[&good[..], b"more"].concat(), b"*100000\r\n:1\r\n"] {
         let server = opened();
         let (store, say) = &server;

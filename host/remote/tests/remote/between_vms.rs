@@ -1,8 +1,8 @@
 //! Tests that a fault of one VM waits for no request of another one, however slow the node is that both ask.
 //!
 //! Before: many requests of a VM, writes of whole chunks and reads of runs, are at a node that answers none of them.
-//! After: another VM of the same process has got its page from that node. What counts is the order of the replies.
-//! Threads: those that flood, the test's, and those of an emulated server. Units: requests.
+//! After: another VM of the same process has got its page from that node. The order of the replies is tested. Threads:
+//! those that flood, the test's, and those of an emulated server. Units: requests.
 
 use crate::common;
 
@@ -25,7 +25,7 @@ const WAITS: VmId = VmId([0xbb; 16]);
 const WRITERS: u64 = 4;
 const READERS: u64 = 4;
 
-/// Kinds of requests that were at the server at the same time, and not answered.
+/// Kinds of requests that the server had at the same time and did not answer.
 #[derive(Default)]
 struct Held {
     writes: HashSet<u16>,
@@ -36,7 +36,7 @@ fn has(bytes: &[u8], part: &[u8]) -> bool {
     bytes.windows(part.len()).any(|window| window == part)
 }
 
-/// Serves a connection: answers all but the requests for pages of the VM that floods.
+/// Serves a connection: answers all requests except those for pages of the VM that floods.
 fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
     let (local, peer) = (stream.local_addr().expect("an address"), stream.peer_addr().expect("an address").port());
     let map = shards(local.port());
@@ -66,7 +66,7 @@ fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
             };
             let is_write = has(&asked, b"MSET");
             hold(&|held| _ = if is_write { held.writes.insert(peer) } else { held.reads.insert(peer) });
-            // It reads on, and says nothing, until the client hangs up.
+            // The server reads on without a reply, until the client hangs up.
             while let Ok(1..) = stream.read(&mut part) {}
             hold(&|held| _ = (held.writes.remove(&peer), held.reads.remove(&peer)));
             return;

@@ -14,10 +14,10 @@ use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, VM, cluster, get_run_at_last, handles, key, owner, put_at_last, start};
 
 const PAGES: u64 = 40;
-/// Bytes of the header of a blob, at RAM stores and in values.
+/// Bytes of the header of a blob, in RAM stores and in values.
 const HEADER: usize = 16;
 
-/// A page that takes room in RAM: no page of one repeated word.
+/// A page that takes room in RAM: it does not repeat one word.
 fn page(page: u64) -> PageBytes {
     match page % 4 {
         0 => pages::incompressible(page),
@@ -46,7 +46,6 @@ fn all_come_back(far: &RemoteStore, handles: &[Handle]) {
     (0..).zip(&out).for_each(|(number, out)| assert!(*out == page(number), "page {number} has other bytes"));
 }
 
-/// Returns a value of the cluster.
 fn value(valkey: &Valkey, number: usize, handle: Handle) -> Vec<u8> {
     let name = format!("b{{{VM}:0:0}}{number:x}:{:x}", handle.bits());
     read(valkey.say(owner(valkey, VM), &["GET", &name]).expect("GET")).expect("a value")
@@ -56,7 +55,7 @@ fn value(valkey: &Valkey, number: usize, handle: Handle) -> Vec<u8> {
 fn pages_go_to_the_cluster_compressed_as_they_are_in_ram_whatever_compresses_there() {
     let Some(valkey) = start(Layout::default()) else { return };
     let cluster = cluster(&valkey, 1);
-    // The remote store's own codec is another one: what it compressed itself would differ.
+    // The remote store's own codec is another one, so a page that it compressed itself would differ.
     for (near, own) in [(Codec::Lz4, Codec::Zstd { level: 1 }), (Codec::Zstd { level: 1 }, Codec::Lz4)] {
         let options = RamOptions { codec: near, ..RamOptions::new(Budget::new(Bytes(16 << 20))) };
         let (ram, _arena) = RamStore::create(options).expect("a store");

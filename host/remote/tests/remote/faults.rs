@@ -21,7 +21,6 @@ use common::{
     store, store_of, tidy_up, until,
 };
 
-/// The store of another engine of the VM.
 fn another(cluster: &Arc<Cluster>, kept: &Arc<AtomicU64>) -> RemoteStore {
     store(cluster).kept_in(kept.clone(), None)
 }
@@ -32,7 +31,6 @@ fn put(store: &RemoteStore, first: u64, count: u64) -> Vec<PutOutcome> {
     outcomes
 }
 
-/// Puts pages. Retries until no outcome is `Busy`.
 fn put_at_last(store: &RemoteStore, first: u64, count: u64) -> Vec<PutOutcome> {
     let bytes: Vec<_> = (first..first + count).map(pages::incompressible).collect();
     common::put_at_last(store, key(first), &bytes, &[])
@@ -49,7 +47,6 @@ fn get(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
     outcome
 }
 
-/// Get a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
     known(store, || get(store, page, handle))
 }
@@ -150,7 +147,7 @@ fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
     valkey.kill(replica);
     valkey.kill(primary);
     assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "nobody can be asked");
-    // The primary restarts empty, and reports no page. But the replica has not been asked.
+    // The primary restarts empty, and reports no page, but the replica has not been asked.
     valkey.restart(primary).expect("restart");
     for _ in 0..20 {
         assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "one that may have it cannot be asked");
@@ -167,20 +164,20 @@ fn a_page_that_is_damaged_at_its_owner_comes_from_any_replica_and_is_corrupt_if_
     let handles = stored(&store, 0, 3);
     let primary = owner(&valkey, VM);
     let tell = |words: &[&str]| drop(valkey.say(primary, words).expect("it does so"));
-    // Its replicas keep what they have.
+    // The replicas no longer follow the primary, so they keep their pages.
     tell(&["ACL", "SETUSER", "default", "-psync", "-sync"]);
     tell(&["CLIENT", "KILL", "TYPE", "replica"]);
     let keys = valkey.say(primary, &["KEYS", "b{*"]).and_then(read::<Vec<String>>).expect("keys");
     assert_eq!(keys.len(), 3);
     keys.iter().for_each(|key| tell(&["SET", key, "damaged"]));
-    // Each time another one of the two is silent.
+    // For each page, another of the two replicas is silent.
     let replicas = [3, 6].map(|first| first + primary % 3);
     for (page, silent) in (0..).zip(replicas) {
         valkey.stop(silent).expect("stop");
         assert_eq!(get_at_last(&store, page, handles[page as usize]), GetOutcome::Found);
         valkey.go_on(silent).expect("go on");
     }
-    // From here on the replicas follow it again.
+    // From here on the replicas follow the primary again.
     tell(&["ACL", "SETUSER", "default", "allcommands"]);
     let begun = Instant::now();
     while get(&store, 2, handles[2]) != GetOutcome::Corrupt {
@@ -196,21 +193,21 @@ fn a_request_that_was_begun_is_answered_or_costs_nothing_whatever_became_of_the_
     let begin = |page, handle| {
         store.begin(key(page), handle, &|_| ());
     };
-    // More than are under way at a time, and some twice.
+    // More requests than may be under way at a time, and some pages twice.
     for round in 0..3 {
         (0..).zip(&handles).for_each(|(page, handle)| begin(page % 20, *handle));
         for (page, handle) in (0..).zip(&handles) {
             assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found, "round {round}");
         }
     }
-    // It is freed, and never was.
+    // The begun page is freed; then a page is begun that never was put.
     begin(0, handles[0]);
     store.free(key(0), handles[0]);
     store.tidy();
     assert_eq!(get_at_last(&store, 1, handles[1]), GetOutcome::Found);
     begin(99, handles[1]);
     assert_eq!(get_at_last(&store, 99, handles[1]), GetOutcome::Absent);
-    // Nothing is read of it, for longer than its node may take; and its node dies.
+    // The reply is not read for longer than the timeout of its node, and the node dies.
     begin(2, handles[2]);
     let slot = slot_of(format!("b{{{VM}:0:0}}").as_bytes());
     valkey.kill(valkey.owner(slot).expect("an owner"));
@@ -246,7 +243,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     let Some(valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
     let ours = cluster(&valkey, 1);
     let set = |name: &str, value: &str| drop(valkey.say(0, &["CONFIG", "SET", name, value]).expect("CONFIG"));
-    // A lease that is to be renewed each time, and is overdue at once.
+    // The lease must be renewed each time, and is overdue at once.
     let lasts = Duration::from_millis(1);
     let brief = RemoteStore::new(VM, ours.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, lasts);
     let its_cluster = Arc::new(AtomicU64::new(0));
@@ -379,7 +376,7 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
     let next = store(&ours);
     let pages = |pages: std::ops::Range<u64>| pages.map(|page| (key(page), handles[page as usize])).collect::<Vec<_>>();
     next.attach_shared(&mut pages(0..7).into_iter());
-    // Both engines serve: each frees a page.
+    // Both engines serve, and each frees a page.
     assert!((0..7).all(|page| get_at_last(&next, page, handles[page as usize]) == GetOutcome::Found));
     next.free(key(0), handles[0]);
     first.free(key(1), handles[1]);

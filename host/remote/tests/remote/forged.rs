@@ -37,7 +37,6 @@ fn put(store: &RemoteStore, vm: VmId, bytes: &[PageBytes]) -> Vec<Handle> {
     stored(store, key_of(vm, 0), bytes)
 }
 
-/// Reads the whole run. Retries until no outcome is `Busy`.
 fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
     until(|| {
         let mut out = vec![[0; PAGE_SIZE]; handles.len()];
@@ -49,7 +48,6 @@ fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
     })
 }
 
-/// Reads one page by itself.
 fn get_one(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     let mut out = [0; PAGE_SIZE];
     let outcome = get_at_last(store, key(at), handle, &mut out);
@@ -61,7 +59,6 @@ fn name(vm: VmId, page: u64, handle: Handle) -> Vec<u8> {
     format!("b{{{vm}:0:0}}{page:x}:{:x}", handle.bits()).into_bytes()
 }
 
-/// The attacker's connection to the server.
 struct Attacker<'a>(&'a Valkey);
 
 impl Attacker<'_> {
@@ -86,7 +83,7 @@ fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
     for secret in [None, Some(&secret)] {
         let (victim, other) = (store(&ours, VM, secret), store(&ours, OTHER_VM, secret));
         let bytes: Vec<PageBytes> = (0..PAGES).map(page).collect();
-        // The same pages earlier, and of another VM with, at worst, the same key.
+        // The pages at an earlier time, and those of another VM with, at worst, the same key.
         let older = put(&victim, VM, &bytes);
         let foreign = put(&other, OTHER_VM, &bytes);
         let handles = put(&victim, VM, &bytes);
@@ -99,14 +96,14 @@ fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
             vec![0; PAGE_SIZE],
             vec![0xff; 1 << 16],
             vec![0; 1 << 20],
-            // Of another page, of another time, and of another VM.
+            // The value of another page, of another time, and of another VM.
             values[3].clone(),
             attacker.get(&name(VM, 1, older[1])),
             attacker.get(&name(OTHER_VM, 1, foreign[1])),
             [&values[1][..], b"x"].concat(),
             [&values[1][..], &values[1][..]].concat(),
         ];
-        // A bit of each byte of the header, of some of the payload and of the tag; a cut after each of these.
+        // Flips a bit of each byte of header, some payload and tag, and cuts the value after each of these bytes.
         let len = values[1].len();
         for at in (0..32).chain((32..len).step_by(97)).chain(len - 20..len) {
             let mut flipped = values[1].clone();
@@ -120,14 +117,14 @@ fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
             let is_same = secret.is_none() && value.len() == len && outcome == GetOutcome::Found;
             assert!(outcome == GetOutcome::Corrupt || is_same, "{outcome:?} for {} bytes", value.len());
         }
-        // All at once, each page another one.
+        // All pages at once, each with another forged value.
         for (name, value) in names[1..].iter().zip(&forged) {
             attacker.set(name, value);
         }
         let mut expected = vec![GetOutcome::Corrupt; PAGES as usize];
         expected[0] = GetOutcome::Found;
         assert_eq!(get(&victim, &handles), expected);
-        // The real ones are back.
+        // The right values again.
         names.iter().zip(&values).for_each(|(name, value)| attacker.set(name, value));
         assert_eq!(get(&victim, &handles), vec![GetOutcome::Found; PAGES as usize]);
         (0..).zip(&older).for_each(|(at, handle)| victim.free(key(at), *handle));

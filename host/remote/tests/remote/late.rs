@@ -1,6 +1,7 @@
 //! Tests of servers that are slow, or silent while others wait for a lock of the thread that waits.
 //!
-//! Before: `conformance` passed. After: what a server brings slowly comes, and who holds a lock gives it up.
+//! Before: `conformance` passed. After: the bytes of a slow server arrive, and a thread gives up a lock that others
+//! want.
 //! Threads: the test's, those that read beside it, and those of an emulated server. Units: pages.
 
 use crate::common;
@@ -15,15 +16,13 @@ use ballast_testkit::pages;
 use ballast_testvm::Finally;
 use common::{DEADLINE, key, nobodys, played, serve, store, until};
 
-/// Pages of 2 MiB.
 const RUN: u64 = 512;
 
-/// Waits until the store's client knows who has which slot.
+/// Waits until the store's client has a map of the slots.
 fn has_map(cluster: &Cluster) {
     until(|| cluster.owner(0, IoContext::BACKGROUND).map_err(|_| cluster.silence()));
 }
 
-/// The reply with the value of a page.
 fn value(page: u64) -> Vec<u8> {
     let mut value = Vec::new();
     blob::seal(key(page), nobodys(), &pages::incompressible(page), Codec::Lz4, &mut value);
@@ -56,7 +55,7 @@ fn a_replica_that_needs_longer_than_a_wait_gets_longer_ones_and_no_quick_removal
         assert_eq!(outcomes, [PutOutcome::Busy; 3]);
         let why = store.last_refusal().expect("a reason");
         assert!(begun.elapsed() < DEADLINE, "{why}");
-        // On a busy machine something else may be late before.
+        // On a busy machine an earlier reply may be late: then the reason is another one.
         refused += u32::from(why.contains("0 replicas of"));
         store.tidy();
     }
@@ -71,7 +70,7 @@ fn a_run_that_takes_long_comes_while_others_read_pages_of_its_node_that_come_qui
             b"MGET" => {
                 let all = (0..RUN).flat_map(value);
                 let reply: Vec<u8> = format!("*{RUN}\r\n").into_bytes().into_iter().chain(all).collect();
-                // Longer than a page may take at first, or twice or four times as long as that.
+                // The reply takes longer than a page may take at first, or twice or four times as long.
                 Some((reply.chunks(100 << 10).map(<[u8]>::to_vec).collect(), Duration::from_millis(30)))
             }
             other => panic!("{}", String::from_utf8_lossy(other)),
@@ -102,7 +101,7 @@ fn a_run_that_takes_long_comes_while_others_read_pages_of_its_node_that_come_qui
 
 #[test]
 fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late() {
-    // It says nothing to a `GET`, and brings a run much too slowly.
+    // The server does not answer a `GET`, and sends a run much too slowly.
     let ours = played(|stream| {
         serve(&stream, &|words| {
             let reply = [format!("*{RUN}\r\n").as_bytes(), &value(0)].concat();
@@ -112,7 +111,7 @@ fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late(
     });
     let (store, wanted) = (store(&ours), AtomicU32::new(0));
     has_map(&ours);
-    // Reads until that fails for this reason.
+    // Reads until a read fails for this reason.
     let fails = |pages: usize, wanted: &str, context: IoContext<'_>| {
         let begun = Instant::now();
         loop {
@@ -127,7 +126,7 @@ fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late(
         }
     };
     for pages in [1, RUN as usize] {
-        // Its node may take much longer afterwards.
+        // The node may take much longer after these reads.
         for _ in 0..4 {
             fails(pages, "does not answer in time", IoContext::GUEST);
         }
@@ -142,13 +141,13 @@ fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late(
 
 #[test]
 fn pages_of_a_vm_that_keeps_no_cluster_wait_and_are_not_lost() {
-    // It has no page at all.
+    // The server has no page.
     let ours = played(move |stream| serve(&stream, &|_| Some((vec![b"$-1\r\n".to_vec()], Duration::ZERO))));
     let store = store(&ours);
     store.recover(&mut (0..9).map(|page| (key(page), nobodys()))).expect("recover");
     has_map(&ours);
     let mut out = [0; PAGE_SIZE];
-    // One that is late on a busy machine is asked for again.
+    // A reply that is late on a busy machine is asked for again.
     until(|| {
         assert_eq!(store.get(key(0), nobodys(), &mut out, IoContext::GUEST), GetOutcome::Busy);
         let why = store.last_refusal().expect("a reason");

@@ -1,6 +1,6 @@
 //! Tests that the cluster keeps nothing of failed writes, freed pages and ended VMs, whatever fails on the way.
 //!
-//! Before: `faults` tested pages. After: what is to be unlinked is bounded, and gone once the cluster takes commands.
+//! Before: `faults` tested pages. After: the keys to be unlinked are bounded, and gone once the cluster takes commands.
 //! Threads: the test's, and those of an emulated server. Other tests need `valkey`.
 
 use crate::common;
@@ -28,7 +28,7 @@ fn put(store: &RemoteStore, count: u64) -> Vec<PutOutcome> {
     outcomes
 }
 
-/// Puts pages, which is refused each time, until that is for this reason. Calls `between` after another one.
+/// Puts pages until a put is refused for this reason; no put may succeed. `between` follows any other refusal.
 fn refused(store: &RemoteStore, count: usize, is_why: impl Fn(&str) -> bool, mut between: impl FnMut()) {
     until(|| {
         assert_eq!(put(store, count as u64), vec![PutOutcome::Busy; count]);
@@ -43,7 +43,7 @@ fn server(say: impl Fn(&[String]) -> String + Send + Sync + 'static) -> Arc<Clus
         let (mut asked, mut text) = ([0; 8192], String::new());
         while let Ok(len @ 1..) = stream.read(&mut asked) {
             text += &String::from_utf8_lossy(&asked[..len]);
-            // One command at a time is sent: it is complete if it has all of its words.
+            // Commands come one at a time: a command is complete if it has all of its words.
             let words: Vec<String> = text.lines().skip(1).skip(1).step_by(2).map(str::to_owned).collect();
             let count = text.lines().next().and_then(|line| line.strip_prefix('*')?.parse::<usize>().ok());
             if !text.ends_with("\r\n") || count.is_none_or(|count| words.len() < count) {
@@ -145,7 +145,7 @@ fn a_write_whose_owner_was_stopped_for_longer_than_its_lease_is_not_stored_becau
     let store = Arc::new(RemoteStore::new(VM, ours, budget, Codec::Lz4, lasts));
     let (bytes, mut outcomes): (Vec<_>, _) = ((0..20).map(pages::mixed).collect(), Vec::new());
     let (primary, lease) = (owner(&valkey, VM), format!("bl{{{VM}}}"));
-    // Until it is not stored for this reason: its replies may be late, too.
+    // Repeats the put until it is refused for this reason: its replies may be late, too.
     until(|| {
         tidy_up(&store);
         let ending = store.clone().begin_put(key(0), &bytes, &[]);
@@ -201,7 +201,7 @@ fn a_sweep_goes_on_after_a_step_that_failed_and_repeats_that_one_only() {
         let cursor: u64 = words[1].parse().expect("a cursor");
         let mut asked = seen.lock().expect("no panic");
         asked.push(cursor);
-        // Every other request fails.
+        // Every second request fails.
         match asked.len() % 2 {
             1 => "-LOADING it is not ready\r\n".into(),
             _ => {
@@ -243,7 +243,7 @@ fn one_scan_serves_all_vms_that_ended_and_no_other_vm_and_what_ends_meanwhile_is
     let failed = Cell::new(0);
     let step = |ended: &mut lease::Ended| until(|| ended.step(&ours).inspect_err(|_| failed.set(failed.get() + 1)));
     let mut gone = step(&mut ended);
-    // It is too late for this scan.
+    // This VM is too late for the scan.
     ended.add(stores[2].vm());
     while gone.is_empty() {
         gone = step(&mut ended);

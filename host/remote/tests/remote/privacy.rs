@@ -42,7 +42,6 @@ fn get_once(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     outcome
 }
 
-/// Gets a page. Retries until the outcome is not `Busy`.
 fn get(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     known(store, || get_once(store, at, handle))
 }
@@ -194,7 +193,7 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
     let next = store(&ours);
     next.recover(&mut std::iter::once((key(1), handles[1]))).expect("recovered");
     until_gone(&[&first, &next], &valkey, 2);
-    // No node has this page. All are asked, also replicas.
+    // No node has this page. All nodes are asked, also replicas.
     assert_eq!(get(&store(&ours), 1, nobodys()), GetOutcome::Absent);
     assert_eq!(get(&store(&ours), 1, handles[1]), GetOutcome::Found);
     let unseen: Vec<_> = check::check(&ours).into_iter().filter(|found| found.text.contains("NOPERM")).collect();
@@ -237,7 +236,7 @@ fn nothing_of_a_sealed_page_is_in_a_server_and_only_its_key_opens_it() {
 fn an_engine_that_follows_beside_another_seals_when_that_one_is_gone_and_not_before() {
     let Some(valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
-    // It is gone when the store is told so, or recovered because the VM is opened again.
+    // The other engine is gone: the store is told so, or it recovers because the VM is opened again.
     for is_told in [true, false] {
         let plain = put(&store(&ours), 1);
         let live = || std::iter::once((key(0), plain[0]));

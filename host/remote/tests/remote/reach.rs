@@ -1,4 +1,4 @@
-//! Tests that a cluster is reached, however slow it always is, and that nodes that left it are forgotten.
+//! Tests that a cluster is reached even if it is always slow, and that nodes that left it are forgotten.
 //!
 //! Before: the unit tests of `nodes` and `resolve`. After: the map of a slow cluster arrives.
 //! Threads: the test's, and those of an emulated server.
@@ -22,7 +22,7 @@ fn reach(cluster: &Cluster) {
     });
 }
 
-/// A server that replies with its map to all, after this time.
+/// A server that replies with its map to every command, after this time.
 fn server(after: Duration) -> Arc<Cluster> {
     played(move |mut stream| {
         let mut asked = [0; 8192];

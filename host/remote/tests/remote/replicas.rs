@@ -15,13 +15,12 @@ use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{DEADLINE, cluster, key, start, store, stored, until};
 
-/// Puts a page until it is stored.
 fn put(store: &RemoteStore, page: u64) -> Handle {
     stored(store, key(page), &[pages::mixed(page)])[0]
 }
 
-/// Puts a page until it is refused because one replica has it and two must. It may be stored before if the store may
-/// not know yet of the second one.
+/// Puts a page until it is refused because one replica has it and two must. As long as the store may not know the
+/// second replica, the page may be stored.
 fn needs_two(store: &RemoteStore, page: u64, may_be_stored: bool) {
     until(|| {
         match store.put(key(page), &pages::mixed(page)) {
@@ -47,7 +46,7 @@ fn a_page_is_stored_only_when_every_replica_that_may_be_elected_has_it() {
     };
     let ours = cluster(&valkey, 1);
     let store = store(&ours);
-    // A server knows the other ones before it knows of which shard they are.
+    // A server knows the other servers before it knows their shards.
     let begun = Instant::now();
     while !check(&ours).iter().any(|finding| !finding.serious && finding.text.contains("has 2 replicas")) {
         assert!(begun.elapsed() < DEADLINE, "{:?}", check(&ours));
@@ -77,7 +76,7 @@ fn a_replica_that_the_cluster_calls_failed_is_not_waited_for_and_one_that_is_bac
     put(&store, 1);
     valkey.restart(2).expect("restart");
     valkey.wait_whole().expect("whole again");
-    // It is not called failed again.
+    // The node is not called failed again.
     (0..3)
         .for_each(|node| drop(valkey.say(node, &["CONFIG", "SET", "cluster-node-timeout", "60000"]).expect("CONFIG")));
     valkey.stop(2).expect("stop");

@@ -65,19 +65,17 @@ impl Piece {
         if let State::Kept(buffer) = &self.state { buffer.as_slice().len() / PAGE_SIZE } else { 0 }
     }
 
-    /// The bytes of these blocks of the piece, if kept.
     pub fn pages(&self, (first, blocks): (u64, usize)) -> Option<&[PageBytes]> {
         let State::Kept(buffer) = &self.state else { return None };
         buffer.as_slice().as_chunks().0.get((first - self.first) as usize..)?.get(..blocks)
     }
 
-    /// Whether an injected delay has not passed yet.
     pub fn lasts(&self) -> bool {
         matches!(&self.state, State::UnderWay { ordered, .. } if !ordered.takes.is_zero())
     }
 
-    /// Notes that a caller waits for this long. Injected delays pass without real time. Returns whether the read may
-    /// then be done.
+    /// Notes a wait of this length, which an injected delay passes without real time. Returns whether the delay is
+    /// over.
     pub fn is_waited_for(&mut self, timeout: Duration) -> bool {
         let State::UnderWay { ordered, .. } = &mut self.state else { return false };
         let may_be_over = ordered.takes <= timeout;
@@ -92,11 +90,11 @@ impl Piece {
 
 #[derive(Debug)]
 pub(super) struct Batch {
-    /// `None` once nothing is in flight.
+    /// `None` once no read is in flight.
     pub ring: Option<Ring>,
     pub pieces: Vec<Piece>,
     pub begun: Instant,
-    /// When one of them was last asked for.
+    /// The last time at which a caller asked for one of the pieces.
     pub asked: Instant,
 }
 
@@ -122,7 +120,7 @@ impl Batch {
         Ok(Self { ring: Some(ring), pieces, begun: now, asked: now })
     }
 
-    /// If a read of the batch failed, it did so by now.
+    /// The times of a failed read of the batch: it began with the batch, and it failed before now.
     pub fn read(&self) -> FailedRead {
         FailedRead { begun: self.begun, over: Instant::now() }
     }
@@ -134,7 +132,7 @@ impl Batch {
         }
     }
 
-    /// Notes what has completed, without a wait.
+    /// Notes which reads are done, without a wait.
     pub fn reap(&mut self, disk: Option<&Disk>) {
         let Some(ring) = &mut self.ring else { return };
         for piece in &mut self.pieces {
@@ -152,7 +150,7 @@ impl Batch {
                 (Returned::Rest(transfer), Some(disk)) if *tries < TRIES => {
                     Self::hand_over(disk, ring, transfer, tries + 1)
                 }
-                // It was continued or restarted too often, or nobody wants it.
+                // The read was continued or restarted too often, or no caller wants it.
                 (Returned::Rest(_), _) => State::Failed(io::ErrorKind::WouldBlock.into(), Instant::now()),
             };
         }
@@ -162,7 +160,6 @@ impl Batch {
         }
     }
 
-    /// The ring, if nothing is in flight on it.
     pub fn idle_ring(&mut self) -> Option<Ring> {
         self.ring.take_if(|_| !self.pieces.iter().any(Piece::is_under_way))
     }

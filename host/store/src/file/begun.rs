@@ -42,15 +42,14 @@ const FORGOTTEN_AFTER: Duration = Duration::from_secs(1);
 /// How long a closing store waits for its reads. The buffer of a read that is still in flight then is leaked.
 const LAST_WAIT: Duration = Duration::from_millis(20);
 
-/// Number of rings.
+/// Rings of this module in the process.
 static RINGS: AtomicUsize = AtomicUsize::new(0);
 /// Number of rings that threads keep.
 static KEPT_NOW: AtomicUsize = AtomicUsize::new(0);
 static IDLE: Mutex<Vec<(OneRead, Buffer)>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// The rings that this thread used last, if it begins reads: their descriptors are in its epoll set, and in few
-    /// others.
+    /// The rings that this thread used last: their descriptors are in its epoll set, and in few others.
     static OWN: RefCell<Option<Own>> = const { RefCell::new(None) };
 }
 
@@ -62,7 +61,7 @@ impl Own {
         self.0.pop().inspect(|_| _ = KEPT_NOW.fetch_sub(1, Ordering::AcqRel))
     }
 
-    /// Keeps one more, if both limits allow it.
+    /// Keeps one more idle ring, if both limits allow it.
     fn keep(&mut self, idle: (OneRead, Buffer)) -> Result<(), (OneRead, Buffer)> {
         let one_more = |kept| (self.0.len() < KEPT && kept < KEPT_OF_ALL).then_some(kept + 1);
         if KEPT_NOW.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
@@ -79,15 +78,11 @@ impl Drop for Own {
     }
 }
 
-/// A ring for one read at a time.
 #[derive(Debug)]
 struct OneRead(Box<Ring>);
 
 impl OneRead {
-    /// An idle one, or a new one.
-    ///
-    /// # Errors
-    /// `WouldBlock` at the limit; others from the kernel.
+    /// An idle ring, or a new one; `WouldBlock` at the limit.
     fn get() -> io::Result<(Self, Buffer)> {
         let own = OWN.with_borrow_mut(|own| own.get_or_insert_default().pop());
         if let Some(idle) = own.or_else(|| IDLE.locked().pop()) {
@@ -102,7 +97,6 @@ impl OneRead {
         Ok((Self(Box::new(ring)), buffer))
     }
 
-    /// Returns an idle ring to this thread, or to all.
     fn put_back(self, buffer: Buffer) {
         let idle = (self, buffer);
         let kept = OWN.with_borrow_mut(|own| match own {
@@ -121,7 +115,6 @@ impl Drop for OneRead {
     }
 }
 
-/// The reads of one store.
 #[derive(Debug, Default)]
 pub(super) struct BegunReads {
     inner: Mutex<Reads>,
@@ -141,7 +134,7 @@ struct Reads {
 }
 
 impl Reads {
-    /// Whether one more may be begun: not while a thread sleeps in the submission of another.
+    /// Whether one more read may be begun: none is begun while a thread sleeps in the submission of another.
     fn may_begin(&self, now: Instant) -> bool {
         let sleeps = self.starting_since.is_some_and(|since| now.saturating_duration_since(since) > SLEPT);
         !sleeps && self.rests_until.is_none_or(|until| until <= now) && self.under_way.len() + self.starting < MOST
@@ -154,9 +147,7 @@ struct UnderWay {
     ring: OneRead,
     ticket: Ticket,
     since: Instant,
-    /// An injected delay.
     takes: Duration,
-    /// No thread will take it.
     is_abandoned: bool,
 }
 
@@ -229,8 +220,7 @@ impl BegunReads {
     }
 
     /// Begins to read the block of this page. Before that, `watch` gets the descriptor that becomes readable at the
-    /// end. Returns whether a read is in flight, from now or before. Does not wait for the device, unless the file
-    /// system must look up the block there.
+    /// end. Returns whether a read is in flight, from now or before. Waits for the device only if its file system must.
     pub fn begin(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> bool {
         if self.count.load(Ordering::Acquire) > 0 {
             self.release();
@@ -248,9 +238,9 @@ impl BegunReads {
             reads.starting += 1;
             reads.starting_since.get_or_insert(now);
         }
-        // Two threads that begin the same page read it twice.
+        // Two threads that begin a read of one page both read it.
         let started = Self::start(disk, page, block, watch);
-        // At the limit: that says nothing about the device.
+        // `WouldBlock` is the limit of reads: it says nothing about the device.
         let is_full = started.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         let is_begun = started.is_ok();
         let mut reads = self.inner.locked();
@@ -267,7 +257,7 @@ impl BegunReads {
         is_begun
     }
 
-    /// Submits it, with the fault that a test injects.
+    /// Submits the read, with the fault that a test injects.
     fn start(disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> io::Result<UnderWay> {
         let ordered = disk.next_is(Direction::Read, (block, 1))?;
         let (mut ring, buffer) = OneRead::get()?;
@@ -284,8 +274,7 @@ impl BegunReads {
         Ok(UnderWay { page, ring, ticket, since, takes: ordered.takes, is_abandoned: false })
     }
 
-    /// The result of `check` for the bytes of a begun page, if they are there; else `watch` gets the descriptor again.
-    /// Never waits.
+    /// The result of `check` for the bytes of a begun page. If they are not there, `watch` gets the descriptor again.
     pub fn now<T>(
         &self,
         page: (PageKey, Handle),

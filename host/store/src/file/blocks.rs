@@ -32,17 +32,15 @@ const CLASS_SINGLE: usize = 0;
 const CLASS_RUN: usize = 1;
 const LONG_RUN: usize = 64;
 
-/// Emptied areas that stay allocated (and charged) until a query of the usage: to overwrite allocated blocks changes no
-/// metadata of the file system.
+/// Emptied areas that stay allocated (and charged), because overwriting them changes no metadata of the file system.
 const EMPTY_AREAS_KEPT: usize = 8;
 
-/// `BlobHeader::encoding` of a block that is being written: it matches no handle. Its checksum is the number of the
-/// write.
+/// `BlobHeader::encoding` of a block under write: it matches no handle. Its checksum is the number of the write.
 pub(super) const BEING_WRITTEN: u8 = 0;
 /// `BlobHeader::encoding` of a block that the device could not write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
-/// Sleep of a get that may not read a block now, because the caller repeats it at once.
+/// Sleep of a get that may not read a block now: without it, the caller would repeat the get at once.
 const PAUSE: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy)]
@@ -67,15 +65,12 @@ pub(super) struct Inner {
     next_write: AtomicU64,
 }
 
-/// A block taken for a page of a run.
 struct Taken {
     index: usize,
     place: Place,
-    /// The header during the write.
     header: BlobHeader,
 }
 
-/// A page of a run that must be read.
 struct Wanted {
     index: usize,
     block: u64,
@@ -147,8 +142,7 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    /// How long to wait for pieces that are read together. A background reader serves others before it repeats its
-    /// request; late reads stay in flight.
+    /// How long to wait for pieces that are read together. A background reader serves others before it repeats its get.
     fn read_timeout(&self, pieces: &[&[Wanted]], context: IoContext<'_>) -> Duration {
         let blocks = pieces.iter().flat_map(|piece| piece.iter().map(|wanted| wanted.block));
         let timeout = match context.reader {
@@ -169,8 +163,7 @@ impl Inner {
         outcome
     }
 
-    /// A late write is done. If `recover` freed the block before, another page may have it by now: the header then
-    /// differs.
+    /// A late write is done. If `recover` has freed the block, another page may have it: the header then differs.
     fn was_late(&self, place: Place, header: BlobHeader) {
         self.late.fetch_sub(1, Ordering::AcqRel);
         if self.header(place) == header {
@@ -184,7 +177,6 @@ impl Inner {
         self.set_header(place, BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag });
     }
 
-    /// Whether late writes are in flight.
     pub(super) fn has_late(&self) -> bool {
         self.late.load(Ordering::Acquire) != 0
     }
@@ -258,7 +250,6 @@ impl Inner {
         self.count(Counter::LiveBlocks);
         self.count(Counter::WrittenBlocks);
         self.limits.wrote();
-        // Place and tag always fit.
         handle::of_blob(taken.place, tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
@@ -274,8 +265,7 @@ impl Inner {
         if header.key_check == codec::key_check(key) { Ok(header) } else { Err(GetOutcome::Corrupt) }
     }
 
-    /// Reads pages: `handles`, `out` and `outcomes` have equal lengths. Consecutive blocks are read together, in
-    /// pieces, and several pieces at once.
+    /// Reads pages (`handles`, `out` and `outcomes` have equal lengths): consecutive blocks in pieces, several at once.
     pub(super) fn get_run(
         &self,
         first: PageKey,
@@ -295,8 +285,7 @@ impl Inner {
                 },
             }
         }
-        // The caller needs all pages, or repeats the request for fewer: so while one block rests, the others are not
-        // read in vain.
+        // The caller needs all pages, or repeats the request for fewer: while one block rests, others need not be read.
         if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block, context.reader)) {
             return std::thread::sleep(PAUSE);
         }
@@ -310,8 +299,7 @@ impl Inner {
         };
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
         for (piece, came) in pieces.iter().zip(self.read(first, &pieces, out, outcomes, context)) {
-            // One bad block must not cost the other pages of its piece, and a transfer may have corrupted a page: each
-            // is read once more, alone.
+            // One bad block, or a corrupted transfer, must not cost the other pages of a piece: each is read again.
             let again = |wanted: &&Wanted| match &came {
                 Came::Done { .. } => outcomes[wanted.index] == GetOutcome::Corrupt,
                 Came::Unsure => true,
@@ -324,7 +312,6 @@ impl Inner {
         }
     }
 
-    /// Reads pieces and checks their pages.
     fn read(
         &self,
         first: PageKey,
@@ -348,8 +335,7 @@ impl Inner {
         if came.iter().any(|came| matches!(came, Came::Done { is_new: true })) {
             self.begun.took(begun.elapsed());
         }
-        // A huge page needs all its blocks at once. So if one is late, the next wait is longer for each of them, even
-        // for those that came.
+        // A huge page needs all its blocks at once. So after one late block, the next wait is longer for all of them.
         let is_late = came.iter().any(|came| matches!(came, Came::Late));
         for (piece, came) in pieces.iter().zip(&came) {
             for wanted in *piece {
@@ -369,7 +355,6 @@ impl Inner {
         came
     }
 
-    /// See [`crate::SlowStore::begin`].
     pub(super) fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
         let Named::Blob { place, tag } = Named::by(handle) else { return false };
         // A block that never answers must not fill the few places for such reads.
@@ -377,7 +362,6 @@ impl Inner {
         may_begin && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
     }
 
-    /// See [`crate::Ends::AtOnce`].
     pub(super) fn get_begun(
         &self,
         key: PageKey,
@@ -394,8 +378,7 @@ impl Inner {
         self.begun.wait_for((key, handle), |page| self.check(key, handle, page, out)).is_some()
     }
 
-    /// Copies these bytes to `out` if they are the page as it is in the file now: the block may have been another
-    /// page's when it was read.
+    /// Copies these bytes to `out` if they are the page in the file now: the block may have been another's at the read.
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;

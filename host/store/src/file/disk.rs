@@ -21,8 +21,7 @@ use super::faults::{DiskFaults, Ordered};
 use crate::PageBytes;
 
 /// Most blocks of one transfer: 256 KiB. A longer extent is transferred in pieces, all in flight at once, so that one
-/// is copied and checked while the device works on the others: 2 MiB are read in 0.47 ms instead of 0.64 (XFS on a loop
-/// device).
+/// is copied and checked while the device works on others: 2 MiB are read in 0.47 ms, not 0.64 (XFS on a loop device).
 pub(crate) const PIECE_BLOCKS: usize = 64;
 /// Pieces in flight at once: 2 MiB. Late transfers are not counted.
 pub(crate) const AT_ONCE: usize = 8;
@@ -45,9 +44,9 @@ pub(crate) const TRIES: usize = 16;
 #[derive(Debug)]
 pub(crate) enum Moved {
     Done,
-    /// Not done in time; the ring keeps its completion.
+    /// Not done in time; the ring keeps the transfer.
     Late,
-    /// Not begun, because an earlier one was late.
+    /// Not begun, because an earlier transfer was late.
     Unbegun,
     Failed(io::Error),
 }
@@ -65,7 +64,6 @@ pub(crate) struct Disk {
     pub(crate) read_only: bool,
 }
 
-/// A thread's rings and buffers.
 #[derive(Default)]
 pub(crate) struct Transfers {
     writes: Option<Ring>,
@@ -80,7 +78,6 @@ thread_local! {
     static TRANSFERS: RefCell<Transfers> = RefCell::default();
 }
 
-/// Adds the likely reason.
 fn no_ring(error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("setting up io_uring (see kernel.io_uring_disabled): {error}"))
 }
@@ -94,7 +91,6 @@ impl Transfers {
         if self.writes.is_none() {
             self.writes = Some(Ring::new(RING_TRANSFERS).map_err(|error| no_ring(&error))?);
         }
-        // Always `Some` here.
         self.writes.as_mut().ok_or_else(|| io::Error::other("no ring"))
     }
 
@@ -128,12 +124,10 @@ pub fn notice_late_writes() {
     Transfers::of_this_thread(|transfers| transfers.writes.iter_mut().for_each(Ring::reap));
 }
 
-/// Whether this thread can have a ring.
 pub(crate) fn ready() -> io::Result<()> {
     Transfers::of_this_thread(|transfers| transfers.for_writes().map(drop))
 }
 
-/// The next step for a transfer that the kernel has completed.
 pub(crate) enum Returned {
     Done(Buffer),
     Failed(Buffer, io::Error),
@@ -161,7 +155,6 @@ impl Returned {
 
 struct Begun {
     ticket: Ticket,
-    /// An injected delay.
     takes: Duration,
 }
 
@@ -171,15 +164,11 @@ impl Disk {
         Ordered::of(self.faults.as_ref().and_then(|faults| faults.next(direction, blocks)))
     }
 
-    /// Whether a test injects the lack of rings.
     pub(crate) fn has_no_rings(&self) -> bool {
         self.faults.as_ref().is_some_and(|faults| faults.has_no_rings())
     }
 
-    /// Begins or continues a transfer on this ring, with the injected fault.
-    ///
-    /// # Errors
-    /// An injected error; `WouldBlock` if the ring is full. Either comes with the buffer.
+    /// Begins or continues a transfer on this ring, with the injected fault. An error comes with the buffer.
     pub(crate) fn begin(
         &self,
         ring: &mut Ring,
@@ -206,7 +195,6 @@ impl Disk {
         })
     }
 
-    /// Waits until `bytes` are written, or until the write is late.
     fn finish(
         &self,
         transfers: &mut Transfers,
@@ -234,7 +222,7 @@ impl Disk {
                 Returned::Rest(transfer) => self.begin_write(transfers, transfer)?,
             };
         }
-        // It was continued or restarted too often without progress.
+        // The transfer was continued or restarted too often without progress.
         transfers.for_writes()?.abandon(begun.ticket, when_late);
         Ok(Moved::Late)
     }
@@ -306,9 +294,6 @@ impl Disk {
     }
 
     /// Reads a piece, however long that takes.
-    ///
-    /// # Errors
-    /// Of the disk.
     pub(crate) fn read_without_ring(&self, (block, pages): (u64, usize)) -> io::Result<Buffer> {
         let (bytes, offset) = (pages * PAGE_SIZE, block * PAGE_SIZE as u64);
         let mut buffer = Buffer::new(bytes)?;

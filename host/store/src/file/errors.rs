@@ -40,7 +40,6 @@ pub(super) struct FailedRead {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Errors {
     pub(super) count: u8,
-    /// The time that they span.
     pub(super) lasted: Duration,
     pub(super) last: Option<Instant>,
 }
@@ -60,12 +59,9 @@ impl Errors {
     }
 }
 
-/// The errors of a block.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Verdict {
-    /// Reported to guests' threads.
     pub(super) guests: Errors,
-    /// Reported to background readers.
     pub(super) background: Errors,
 }
 
@@ -74,8 +70,7 @@ impl Verdict {
         if reader == Reader::Guest { &self.guests } else { &self.background }
     }
 
-    /// An error was reported to this reader. Returns whether to give the page up. `lasts`: the time that is long enough
-    /// for a guest's thread.
+    /// Counts an error for this reader. Returns whether to give the page up. `lasts`: the time for a guest's thread.
     pub(super) fn add(&mut self, read: FailedRead, reader: Reader, lasts: Duration) -> bool {
         let (errors, lasts) = match reader {
             Reader::Guest => (&mut self.guests, lasts),

@@ -43,12 +43,9 @@ pub enum DiskFault {
     FailsAfter(Duration, i32),
 }
 
-/// The fault of one transfer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ordered {
-    /// The most bytes that it moves.
     pub(crate) most: usize,
-    /// Its delay.
     pub(crate) takes: Duration,
     /// A read is late for the call that began it, and for no other.
     pub(crate) is_late_once: bool,
@@ -57,8 +54,7 @@ pub(crate) struct Ordered {
 }
 
 impl Ordered {
-    /// # Errors
-    /// The fault, if the transfer fails at once.
+    /// Returns the error if the transfer fails at once.
     pub(crate) fn of(fault: Option<DiskFault>) -> io::Result<Self> {
         let nothing = Self { most: usize::MAX, takes: Duration::ZERO, is_late_once: false, errno: None };
         Ok(match fault {

@@ -20,7 +20,7 @@ pub(super) static INDEX: Shape =
     Shape { layout: &arena::INDEX, charge_bytes: AREA_BYTES, capacities: &[AREA_BLOCKS; 2] };
 const _: () = assert!(AREA_BLOCKS * HEADER_BYTES == arena::INDEX.slab_bytes);
 
-/// The block after all areas, which holds no page.
+/// The block after all areas: it holds no page.
 pub(super) fn spare_block(areas: u32) -> u64 {
     u64::from(areas) * AREA_BLOCKS as u64
 }

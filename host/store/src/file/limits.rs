@@ -117,8 +117,7 @@ impl Limits {
         outcome
     }
 
-    /// Counts one block if it may be written, and returns the outcome if not. A counted block stays counted even if its
-    /// write fails.
+    /// Counts one block if it may be written, and returns the outcome if not. A failed write counts, too.
     pub(crate) fn may_write(&self, today: &AtomicU64) -> Option<PutOutcome> {
         self.count_write(today, day())
     }

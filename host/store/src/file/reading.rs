@@ -43,9 +43,8 @@ const FEWER: usize = 6;
 /// background reader drops only those not asked for in A_WHILE.
 const MOST_KEPT: usize = 4096;
 const A_WHILE: Duration = Duration::from_secs(10);
-/// A buffer not asked for in this time is dropped.
 const FORGOTTEN: Duration = Duration::from_secs(120);
-/// A sleep if there is nothing to wait for.
+/// Sleep of a call that has nothing to wait for.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Late reads of all stores, including closed ones.
@@ -56,12 +55,12 @@ static UNWANTED_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
 pub(super) enum Came {
-    /// Its bytes, of a read that began in this call, or before.
+    /// The bytes of a read that began in this call, or before.
     Done {
         is_new: bool,
     },
     Late,
-    /// Not begun: an earlier one is late, or too many are.
+    /// Not begun: an earlier read is late, or too many are.
     Unbegun,
     /// The error of its one block.
     Failed(io::Error, FailedRead),
@@ -91,7 +90,7 @@ pub(super) struct Reading {
     late: AtomicUsize,
 }
 
-/// Most late reads of a store, if all stores have `of_all`.
+/// Most late reads of a store, if all stores together have `of_all`.
 fn most(reader: Reader, of_all: usize) -> usize {
     let most = if reader == Reader::Guest { MOST } else { MOST_BACKGROUND };
     if of_all < MANY { most } else { most / FEWER }
@@ -101,7 +100,6 @@ fn under_way(batches: &[Batch]) -> usize {
     batches.iter().flat_map(|batch| &batch.pieces).filter(|piece| piece.is_under_way()).count()
 }
 
-/// The late or kept piece with these blocks.
 fn find(batches: &mut [Batch], blocks: (u64, usize)) -> Option<(&mut Batch, usize)> {
     let has = |batch: &Batch| batch.pieces.iter().position(|piece| piece.bits(blocks).is_some());
     batches.iter_mut().find_map(|batch| has(batch).map(|at| (batch, at)))
@@ -130,7 +128,7 @@ impl Reading {
         LATE_OF_ALL.fetch_add(more, Ordering::AcqRel);
     }
 
-    /// Drops what was not asked for in a while, even in a store without reads.
+    /// Drops buffers that were not asked for in a while, even in a store without reads.
     pub fn drop_forgotten(&self, disk: &Disk) {
         if let Some(mut batches) = self.lock() {
             self.settle(&mut batches, Some(disk));
@@ -146,7 +144,7 @@ impl Reading {
         pieces.map(|piece| Known { first: piece.first, wanted: piece.wanted }).collect()
     }
 
-    /// Whether this many reads may begin. Makes room for them.
+    /// Whether this many more reads may begin. Drops old buffers to make room for them.
     fn may_begin(&self, disk: &Disk, more: usize, reader: Reader) -> bool {
         let Some(mut batches) = self.lock() else { return true };
         let now = Instant::now();
@@ -174,7 +172,7 @@ impl Reading {
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
         let since = Instant::now();
-        // Protects what this call wants from making room for its own reads.
+        // Protects the pieces that this call wants, when room is made for its own reads.
         let ask = |(batch, _): (&mut Batch, usize)| batch.asked = since;
         let is_known = |piece| self.lock().is_some_and(|mut batches| find(&mut batches, piece).map(ask).is_some());
         let (known, new): (Vec<usize>, Vec<usize>) = (0..pieces.len()).partition(|at| is_known(pieces[*at]));
@@ -347,7 +345,7 @@ impl Reading {
         release_unwanted();
     }
 
-    /// These blocks are no longer wanted: their bytes were taken, or their page was freed.
+    /// These blocks are no longer wanted: their bytes were taken, or their pages were freed.
     pub fn forget(&self, disk: &Disk, blocks: (u64, usize)) {
         let Some(mut batches) = self.lock() else { return };
         let pieces = batches.iter_mut().flat_map(|batch| &mut batch.pieces);
@@ -359,7 +357,6 @@ impl Reading {
         self.settle(&mut batches, Some(disk));
     }
 
-    /// Whether a read of this block is late or kept.
     pub fn has(&self, block: u64) -> bool {
         self.lock().is_some_and(|mut batches| find(&mut batches, (block, 1)).is_some())
     }

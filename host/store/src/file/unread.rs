@@ -24,16 +24,14 @@ const REST: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug, Default)]
 struct Block {
     verdict: Verdict,
-    /// How often it was late.
     late: u8,
     is_lost: bool,
 }
 
-/// All such blocks of a store.
 #[derive(Debug)]
 pub(super) struct Unread {
     blocks: Mutex<HashMap<u64, Block>>,
-    /// The number of blocks: nearly always 0.
+    /// The number of these blocks: nearly always 0.
     count: AtomicUsize,
     /// How long the device must report errors before a page is given up.
     lasts: Duration,
@@ -82,7 +80,6 @@ impl Unread {
         })
     }
 
-    /// Whether a read of this block has failed.
     pub fn has_failed(&self, block: u64) -> bool {
         let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
         verdict.is_some_and(|of| of.guests.count > 0 || of.background.count > 0)

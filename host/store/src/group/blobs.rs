@@ -30,8 +30,7 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 /// Another engine formats a new arena, or sweeps one, in less than this; otherwise it was killed and has not ended yet.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
-/// References that a thread takes or drops before it lets a sweep have its turn: while a sweep waits, so do the puts
-/// and frees of all members.
+/// References that a thread takes or drops before it lets a sweep have its turn, for which all puts and frees wait.
 const PIECE: usize = 1024;
 
 /// The contents of a group.
@@ -43,7 +42,7 @@ pub struct GroupUsage {
     pub blobs: u64,
     /// Memory of the blobs, in slabs.
     pub bytes: u64,
-    /// Puts that found an equal page, since this engine started.
+    /// Puts, since this engine started, that found an equal page.
     pub equal_puts: u64,
     /// Members whose words were not read yet: until then nothing is freed.
     pub missing: u64,
@@ -130,15 +129,12 @@ impl Group {
         }
     }
 
-    /// Texts of the losses of its arena not returned before.
+    /// Texts of the losses of its arena that were not returned before.
     pub fn losses(&self) -> Vec<String> {
         self.ram.losses().0
     }
 
-    /// Checks the counts, while nobody uses the group and no member is missing.
-    ///
-    /// # Errors
-    /// The first contradiction.
+    /// Checks the counts, while nobody uses the group and no member is missing. The error is the first contradiction.
     pub fn validate(&self) -> Result<(), crate::Inconsistent> {
         self.ram.validate()?;
         // A member's lock is taken before the index's.
@@ -169,7 +165,6 @@ impl Group {
         }
     }
 
-    /// Stores a page, or adds a reference to a blob with its bytes.
     pub(super) fn put(&self, bytes: &PageBytes) -> PutOutcome {
         let _using = self.using();
         let checksum = codec::checksum(self.key, bytes);
@@ -249,7 +244,7 @@ impl Group {
         (pages.locked().len() as u64, missing)
     }
 
-    /// Sets the references of a member that another engine has, too: its words name at most these.
+    /// Sets the references of a member that another engine has, too. Its words name no blobs but these.
     pub(super) fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         let before = std::mem::take(&mut *pages.locked());
         self.in_pieces(live, |(key, handle)| {
@@ -262,7 +257,7 @@ impl Group {
         self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
     }
 
-    /// This engine alone has a member now. Its words name exactly these, except for pages being freed.
+    /// This engine alone has a member now. The member's words name exactly these blobs, except for pages being freed.
     pub(super) fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
         let gone = pages.locked().not_in(live);
         self.in_pieces(gone.into_iter(), |(page, handle)| {
@@ -278,7 +273,7 @@ impl Group {
         self.sweep();
     }
 
-    /// Frees blobs that no word names, if no member is missing and no other engine has the arena; else later.
+    /// Frees blobs that no word names. If a member is missing or another engine has the arena, a later call does so.
     fn sweep(&self) {
         // While a thread waits for the exclusive lock, all puts and frees wait for it.
         if self.index.locked().missing.is_empty() {
@@ -315,7 +310,6 @@ impl Group {
         index.unswept |= !index.missing.is_empty();
     }
 
-    /// Checks which of the missing members are gone.
     pub(super) fn ask(&self) {
         let mut index = self.index.locked();
         let now = Instant::now();
@@ -347,7 +341,6 @@ impl Group {
         }
     }
 
-    /// Removes a member's word.
     pub(super) fn strike(&self, word: u64) {
         let arena = self.ram.arena();
         for at in 0..arena.members().len() {

@@ -1,5 +1,4 @@
-//! The index of a group: its blobs by content, and the number of pages that name each. Each engine builds its own, in
-//! memory.
+//! The index of a group, in each engine's memory: its blobs by content, and the number of pages that name each.
 //!
 //! Before: a page of a member is evicted or restored. After: the blob with its bytes, if one is known; or the fact that
 //! no page here names a blob any more.
@@ -40,7 +39,6 @@ pub(super) struct Blob {
     pub references: u32,
 }
 
-/// The references of one member's pages.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     named: HashMap<u64, Handle>,
@@ -71,7 +69,7 @@ impl Pages {
         named.filter(|(page, handle)| live.get(page) != Some(handle)).collect()
     }
 
-    /// Returns false if there is none.
+    /// Returns false if there is no such reference.
     pub fn remove(&mut self, page: u64, handle: Handle) -> bool {
         if self.named.get(&page) == Some(&handle) {
             self.named.remove(&page);
@@ -81,7 +79,6 @@ impl Pages {
         at.map(|at| self.more.swap_remove(at)).is_some()
     }
 
-    /// All references, in no order.
     pub fn handles(&self) -> impl Iterator<Item = Handle> {
         self.named.values().copied().chain(self.more.iter().map(|(_, handle)| *handle))
     }
@@ -99,7 +96,6 @@ impl Index {
         }
     }
 
-    /// Adds a reference to an existing blob.
     pub fn add(&mut self, handle: Handle, checksum: u64) {
         if let Some(references) = self.references(handle, checksum) {
             *references += 1;

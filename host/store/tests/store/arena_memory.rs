@@ -1,4 +1,4 @@
-//! Memory errors in an arena: the store keeps working, returns what was not lost, and reports the rest.
+//! Memory errors in an arena: the store keeps working, returns the undamaged pages, and reports the rest.
 //!
 //! Before: a store of pages, and a userfaultfd poison mark that makes the touch of a page of its arena a `SIGBUS`, like
 //! bad memory (Linux 6.6). After: no page has other bytes, in this process or its successor, and the store takes pages
@@ -66,7 +66,6 @@ fn addr_of(file: &OwnedFd, offset: u64) -> u64 {
 }
 
 impl Rig {
-    /// Makes this page of the arena fail.
     fn lose(&self, offset: u64) {
         let at = Hva(addr_of(&self.arena, offset));
         // SAFETY: a page of a shared mapping of the arena, whose contents stay in the file.

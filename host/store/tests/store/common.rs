@@ -5,7 +5,6 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 
 pub const MIB: u64 = 1 << 20;
-/// The disk's error.
 pub const EIO: i32 = 5;
 /// Tries of a get; the last ones wait for seconds each.
 pub const TRIES: usize = 20;
@@ -43,7 +42,6 @@ pub fn must_hold(store: &dyn Store, page: u64, handle: Handle, bytes: &PageBytes
     assert!(outcome == GetOutcome::Found && out == *bytes, "page {page}: {outcome:?}");
 }
 
-/// The block of a file store with this page.
 pub fn block_of(handle: Handle) -> u64 {
     handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
 }

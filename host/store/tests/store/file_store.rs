@@ -111,8 +111,7 @@ fn begin(store: &FileStore, page: u64, handle: Handle) -> Option<OwnedFd> {
     is_begun.then(|| fd.into_inner().expect("no panic").expect("a descriptor"))
 }
 
-/// Begins to read a page, and waits until it is read. If nothing was begun because the disk was slow, waits until a
-/// read was quick, and repeats.
+/// Begins to read a page, and waits until it is read. On a slow disk, repeats this after a quick read.
 fn begin_and_wait(store: &FileStore, page: u64, handle: Handle) {
     let tries = std::iter::repeat_with(|| {
         let begun = begin(store, page, handle);
@@ -431,8 +430,7 @@ fn the_end_of_a_late_write_frees_no_block_that_recovery_has_given_to_another_pag
     let Some(made) = made(64 * MIB) else { return };
     made.faults.fail_writes(1, DiskFault::Late);
     assert_eq!(made.store.put(key(0), &pages::incompressible(0)), PutOutcome::Busy);
-    // Recovery waits for the write and frees its block, the next page gets it, and only then this process notes the
-    // end.
+    // Recovery waits for the write and frees its block, and the next page gets it, before this process notes the end.
     let report = recover(&made.store, std::iter::empty()).expect("recover");
     assert_eq!((report.kept_blobs, report.freed_slots), (0, 1));
     let handles: Vec<_> = (1..4).map(|page| put(&made.store, page, &pages::incompressible(page))).collect();
@@ -445,7 +443,7 @@ fn the_end_of_a_late_write_frees_no_block_that_recovery_has_given_to_another_pag
 #[test]
 fn a_closed_store_changes_nothing_when_its_last_write_is_done() {
     let Some(made) = made(64 * MIB) else { return };
-    // It leaves an emptied area, beside one with a write whose end this thread's ring has not noted yet.
+    // The first store leaves an emptied area, and a block whose late write is done, which this thread has not noted.
     for (page, handle) in (0..).zip(put_run(&made.store, 0, &run_of(0..1024))) {
         made.store.free(key(page), handle);
     }
@@ -455,7 +453,7 @@ fn a_closed_store_changes_nothing_when_its_last_write_is_done() {
     recover(&made.store, std::iter::empty()).expect("recover");
     let fill = || put_run(&made.store, 0, &run_of(0..1024));
     let handles = std::thread::scope(|scope| scope.spawn(fill).join()).expect("no panic");
-    // The charge of the first store ends with it.
+    // The charge of the first store ends when that store does.
     while made.budget.used().0 > made.store.usage().bytes {
         let handle = put(&made.store, 2000, &pages::incompressible(2000));
         made.store.free(key(2000), handle);
@@ -483,7 +481,7 @@ fn on_a_slow_disk_each_page_is_found_and_after_a_quick_read_the_waits_are_short(
     must_hold(&made.store, 0, handles[0], &pages::incompressible(0));
     assert!(tries(0, handles[0], Duration::from_millis(150)) > 0, "the page came, so its waits are short again");
     assert_eq!(tries(8, handles[8], Duration::from_secs(3600)), TRIES, "each wait is bounded");
-    // Pages that are read together are waited for like the slowest of them.
+    // A wait for pages that are read together is as long as for the slowest of them.
     made.faults.fail_reads(1, DiskFault::Takes(Duration::from_secs(5)));
     assert!((0..5).all(|_| get(&made.store, 1, handles[1]).0 == GetOutcome::Busy));
     made.faults.fail_reads(TRIES, DiskFault::Takes(Duration::from_secs(3)));
@@ -527,7 +525,7 @@ fn a_descriptor_of_no_file_store_is_refused_with_the_reason() {
         FileStore::open(dup(file), dup(index), options(&budget, &faults)).expect_err("accepted").to_string()
     };
     assert!(open(&one.file, &two.index).contains("the index belongs to another file"));
-    // Its first block was never written. With another block written, that looks like an index with a lost header.
+    // The first block of this file was never written. With another one written, the index seems to lack its header.
     let read = ballast_sys::direct::reopen(std::os::fd::AsFd::as_fd(&one.file), true).expect("reopen");
     let said = open(&one.file, &read);
     assert!(said.contains("Opening a file store index: "), "{said}");
@@ -537,7 +535,6 @@ fn a_descriptor_of_no_file_store_is_refused_with_the_reason() {
     assert!(FileStore::create(&std::env::temp_dir(), nothing).is_err());
 }
 
-/// A small file system, unmounted on drop.
 struct Mounted(std::path::PathBuf);
 
 impl Mounted {
@@ -760,8 +757,7 @@ proptest! {
             }
         }
         let _ = (made.store.usage(), made.store.usage_detail(), made.store.validate());
-        // Whatever the index had, recover makes a sound store of it, empty except for blocks that the noise says are
-        // bad.
+        // Whatever the index had, recover makes an empty store of it, except for blocks that the noise calls bad.
         recover(&made.store, std::iter::empty()).expect("recover");
         made.store.validate().expect("valid");
         prop_assert_eq!(made.store.usage().pages, 0);

@@ -73,15 +73,14 @@ fn a_member_alone_is_a_store_like_others() {
     });
 }
 
-/// The model of a VM.
 struct Vm {
     id: VmId,
     /// The handle in each word, and the number of its content.
     words: HashMap<u64, (Handle, u64)>,
-    /// Held by its processes.
+    /// The opening of the arena that the VM's processes hold.
     _escrow: OwnedFd,
     was_opened: bool,
-    /// The engine that has it, and its store there.
+    /// The engine that has the VM, and the VM's store there.
     at: Option<(usize, GroupMember)>,
     /// Its store in the second engine, if both engines have it.
     beside: Option<GroupMember>,
@@ -95,7 +94,7 @@ impl Vm {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Joins the last engine; `late`: the first one, which had the order before the second one started.
+    /// A VM joins the last engine; `late`: the first one, which had the order before the second one started.
     Comes {
         late: bool,
     },
@@ -123,16 +122,15 @@ enum Op {
     Open {
         vm: usize,
     },
-    /// A second engine starts.
     Upgrade,
     Move {
         vm: usize,
     },
-    /// The second engine has it, too; the first only serves its faults.
+    /// The second engine has the VM, too; the first only serves its faults.
     Beside {
         vm: usize,
     },
-    /// The first engine closes all that both have, while this page is restored.
+    /// The first engine closes all VMs that both have, while this page is restored.
     Alone {
         vm: usize,
         page: u64,
@@ -237,7 +235,7 @@ impl World {
                 let store = beside.as_ref().filter(|_| page % 2 == 0).unwrap_or(store);
                 if let Some((handle, _)) = words.remove(&page) {
                     store.free(key(*id, page), handle);
-                    // A caller that breaks its promise harms nobody else.
+                    // A second free of a handle harms no other page.
                     store.free(key(*id, page), handle);
                 }
             }
@@ -277,8 +275,8 @@ impl World {
                 first.part();
                 first.tidy();
                 drop(first);
-                // One page is restored before its word is read, and freed after the list was passed; one is read and
-                // then freed.
+                // One page is restored before its word is read, and freed after the list was passed; one is read, then
+                // freed.
                 let freed_later = vm.words.remove(&page);
                 let live = vm.live();
                 let freed_before = vm.words.remove(&(page + 1));
@@ -293,7 +291,7 @@ impl World {
             }
             Op::Ends { vm } if vm < self.vms.len() => {
                 let Vm { at, beside, .. } = self.vms.remove(vm);
-                // If no engine has it, nobody notices. If both have it, each closes it, and one opens it again.
+                // The end of a VM that no engine has goes unseen. Of a VM that both engines have, both see it.
                 for store in at.into_iter().map(|(_, store)| store).chain(beside) {
                     store.end();
                 }
@@ -317,12 +315,12 @@ impl World {
         }
     }
 
-    /// Another engine has all existing members: no blob without a name is left.
+    /// Another engine gets all existing members: no blob without a name is left.
     fn settle(&mut self) {
         self.die();
         (0..self.vms.len()).for_each(|vm| self.open(vm));
         let group = self.engines[0].clone();
-        // It finds that a member that came and ended unseen is gone.
+        // With this member, the group finds that a member that came and ended unseen is gone.
         let guest = join(&group, &self.arena, VmId([0xee; 16]), true);
         guest.tidy();
         guest.end();
@@ -432,7 +430,7 @@ fn nothing_is_freed_while_a_member_is_missing_and_all_its_blobs_when_it_is_gone(
     here.free(key(vm(0), 0), both);
     here.tidy();
     assert_eq!((next.usage().blobs, next.usage().missing), (1, 1), "the other one may name it");
-    // A put of equal bytes finds the blob, although no word here names it.
+    // A put of equal bytes finds the blob, although no word of a member here names it.
     assert_eq!(both, stored(here.put(key(vm(0), 3), &bytes(2))));
     here.free(key(vm(0), 3), both);
     // No process has the other member's words now.

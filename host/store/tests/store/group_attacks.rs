@@ -37,7 +37,6 @@ fn group() -> (OwnedFd, Arc<Group>) {
     (arena, group)
 }
 
-/// Puts one page of each content.
 fn put(store: &GroupMember, vm: VmId, contents: u64) -> Vec<Handle> {
     (0..contents).map(|content| stored(store.put(key(vm, content), &bytes(content)))).collect()
 }
@@ -79,7 +78,7 @@ proptest! {
             hostile.recover(&mut claims.iter().copied()).expect("no device");
         }
         for (claimed, handle) in &claims {
-            // Twice, and under the honest member's key.
+            // Each page is freed twice, and under the honest member's key.
             let foreign = key(HONEST, claimed.page.0);
             [*claimed, *claimed, foreign].iter().for_each(|key| hostile.free(*key, *handle));
             hostile.get(foreign, *handle, &mut [0; PAGE_SIZE], IoContext::GUEST);
@@ -87,7 +86,7 @@ proptest! {
             hostile.tidy();
         }
         all_is_there(&honest, &handles);
-        // Later, with half of the honest member's pages put again by both.
+        // The claims once more, and puts by the hostile member of half of the honest member's contents.
         hostile.recover(&mut claims.iter().copied()).expect("no device");
         let again = put(&hostile, HOSTILE, 6);
         claims.iter().for_each(|(key, handle)| hostile.free(*key, *handle));
@@ -122,7 +121,7 @@ fn members_that_come_and_end_while_another_reads_their_pages_cost_it_nothing() {
                         let freed = own.iter().zip(0..).take(usize::from(round) % 8);
                         freed.for_each(|(handle, page)| member.free(key(vm, page), *handle));
                         member.end();
-                        // It is no longer a member, and has no pages.
+                        // The VM is no longer a member, and has no pages.
                         assert_eq!(get(&member, key(vm, 9), own[9], 9), GetOutcome::Absent);
                     }
                 })

@@ -1,5 +1,4 @@
-//! Late reads of a file store, and its verdicts on blocks that cannot be read: through its public interface, with
-//! injected faults.
+//! Late reads of a file store, and its verdicts on unreadable blocks: through its interface, with injected faults.
 //!
 //! Before: a store in a file without a name in the directory for temporary files. After: each page was read, or is lost
 //! for a reason, and each of its reads was begun once.
@@ -61,7 +60,6 @@ fn get(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
     get_in(IoContext::GUEST, store, page, handle)
 }
 
-/// Repeats the get while the store is busy.
 fn get_at_last_in(context: IoContext<'_>, store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
     let until = Instant::now() + Duration::from_mins(1);
     let asks = std::iter::repeat_with(|| get_in(context, store, page, handle));
@@ -83,7 +81,6 @@ fn get_run(store: &FileStore, range: std::ops::Range<u64>, handles: &[Handle]) -
     outcomes
 }
 
-/// Repeats the get until all pages are there.
 fn get_run_at_last(store: &FileStore, range: std::ops::Range<u64>, handles: &[Handle]) {
     let until = Instant::now() + Duration::from_mins(1);
     while get_run(store, range.clone(), handles).iter().any(|outcome| *outcome != GetOutcome::Found) {
@@ -91,7 +88,6 @@ fn get_run_at_last(store: &FileStore, range: std::ops::Range<u64>, handles: &[Ha
     }
 }
 
-/// Counts the reads of these pages' blocks.
 fn count(made: &Made, handles: &[Handle]) {
     handles.iter().for_each(|handle| made.faults.fail_reads_of(block_of(*handle), None));
 }
@@ -141,7 +137,7 @@ fn reads_that_never_end_leave_room_for_other_reads_and_more_for_guests() {
     never(64..96);
     assert_eq!(get(&made.store, 111, handles[111]), GetOutcome::Busy);
     assert_eq!(reads(&made, &handles[111..112]), [0], "it was not begun");
-    // The freed page's read is done in reality, and leaves its place.
+    // The read of the freed page is done in reality, and makes room for another one.
     made.store.free(key(0), handles[0]);
     assert_eq!(get_at_last(&made.store, 111, handles[111]), GetOutcome::Found);
 }
@@ -156,7 +152,7 @@ fn the_pieces_of_a_huge_page_are_kept_until_the_last_one_is_there() {
     let tries = (0..20).take_while(|_| get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy)).count();
     assert!((3..20).contains(&tries), "0.1, 0.2 and 0.4 s are too short: {tries}");
     assert_eq!(reads(&made, &handles), [1; 512]);
-    // A part of it is restored alone, as base pages.
+    // A part of the huge page is restored alone, as base pages.
     made.faults.fail_reads(8, DiskFault::Takes(LONG));
     assert!(get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy));
     for (page, handle) in (100..).zip(&handles[100..300]) {
@@ -171,7 +167,7 @@ fn the_pieces_of_a_huge_page_are_kept_until_the_last_one_is_there() {
 #[test]
 fn a_call_does_not_drop_buffers_that_it_needs_to_make_room() {
     let Some(made) = made() else { return };
-    // More than is kept.
+    // More pages than are kept.
     let handles = put_run(&made.store, 0..11 * 512);
     let run = |at: usize| (at as u64 * 512..at as u64 * 512 + 448, &handles[at * 512..][..448]);
     for at in 0..11 {

@@ -43,7 +43,6 @@ fn words(fd: &OwnedFd) -> Vec<String> {
     set.map(|(at, word)| format!("{:x}={word:x}", at * 8)).collect()
 }
 
-/// The sum of each counter.
 fn counters(fd: &OwnedFd) -> [u64; 8] {
     let mut bytes = [0; 1024];
     raw(fd).read_exact_at(&mut bytes, 1024).expect("read");

@@ -42,7 +42,6 @@ const O_DIRECT: i32 = 0o40000;
 trait Shared: DurableStore + Sized {
     /// `None`, with a printed skip, where that is impossible.
     fn made() -> Option<(Self, Vec<OwnedFd>)>;
-    /// Opened as a worker and a successor do.
     fn open(files: Vec<OwnedFd>) -> Self;
     fn check(&self);
 }
@@ -98,7 +97,6 @@ fn replace(ledger: &[AtomicU64], page: u64, handle: Handle, seed: u64) -> Option
     (old & VALID != 0).then(|| Handle::new(old & !VALID).expect("40 bits"))
 }
 
-/// The valid pages.
 fn live(ledger: &Mapping) -> Vec<Page> {
     (0..)
         .zip(ledger.words(0, LEDGER_BYTES / 8).as_chunks::<2>().0)
@@ -116,7 +114,6 @@ fn recover(store: &impl Shared, live: &[Page]) -> Recovered {
     found
 }
 
-/// Puts pages with these seeds at once.
 fn put_seeds(store: &impl Shared, first: u64, seeds: impl Iterator<Item = u64> + Clone) -> Vec<Page> {
     let content: Vec<PageBytes> = seeds.clone().map(pages::mixed).collect();
     let handles = put_run(store, first, &content);
@@ -135,8 +132,7 @@ fn free(store: &impl Shared, pages: &[Page]) {
     }
 }
 
-/// Replaces pages for `rounds` rounds, and writes each handle to the ledger before it frees the old one. Puts a run at
-/// once, or page by page, in turn.
+/// Replaces pages for `rounds` rounds, as a run or one by one in turn; each new handle is in the ledger before a free.
 fn churn(store: &impl Shared, ledger: &[AtomicU64], thread: u64, rounds: u64) {
     for round in 0..rounds {
         let step = if round % 2 == 0 { RUN } else { 1 };
@@ -180,7 +176,7 @@ fn work(store: &impl Shared) {
             scope.spawn(move || churn(store, words, thread, rounds));
         }
     });
-    // Emptied memory that this process has put off is known to no other.
+    // No other process knows of emptied memory whose return this process has put off.
     store.tidy();
 }
 
@@ -276,7 +272,7 @@ fn a_process_killed_anywhere_loses_no_page_of_its_ledger_and_leaks_nothing<S: Sh
     let Some((store, files)) = S::made() else { return };
     drop(store);
     let (mut found_a_leak, mut kills) = (false, 0);
-    // Until one kill fell between a put and its ledger entry.
+    // The loop ends when one kill fell between a put and its ledger entry.
     while kills < 40 || !found_a_leak {
         assert!(kills < 4000, "no kill fell between a put and its ledger entry: the test does not test");
         let (live, store) = Worker::start(&files, u64::MAX, None).killed::<S>(kills % 40, &files);

@@ -68,7 +68,7 @@ fn memory_that_waits_for_tidy_is_charged_and_reused_first_and_returned_by_tidy()
     assert_eq!(budget.used().0, 0);
     assert!(memfd::resident(&fd).expect("stat").bytes().0 <= 64 * 1024);
     store.validate().expect("valid");
-    // However much it is, while others have budget ...
+    // All emptied memory may wait for its punch while others have budget ...
     let full = churn(8192);
     assert_eq!(budget.used(), full);
     store.tidy();
@@ -187,7 +187,7 @@ fn opening_an_arena_above_the_limit_is_no_error_and_puts_return_full() {
 #[test]
 fn a_file_that_was_never_formatted_becomes_an_empty_store_even_after_a_death() {
     let budget = Budget::new(Bytes(MIB));
-    // Nothing was done to it; or its engine died before it set the size.
+    // An engine that died left the file empty, or died after it set the size.
     for size in [0, 4096] {
         let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
         let store = reopen(&fd, &budget);
@@ -236,7 +236,7 @@ fn two_stores_on_one_arena_share_it_without_losing_a_page() {
                 for round in 0..30 {
                     let page = |n: u64| thread << 20 | round << 10 | n;
                     let handles: Vec<_> = (0..50).map(|n| put(mine, page(n), &pages::mixed(page(n)))).collect();
-                    // The other store reads and frees: one engine may put a page and the next restore it.
+                    // The other store reads and frees: one engine may put a page, and the next one restores it.
                     for (n, handle) in (0u64..).zip(handles) {
                         must_hold(other, page(n), handle, &pages::mixed(page(n)));
                         other.free(key(page(n)), handle);
@@ -294,7 +294,7 @@ proptest! {
 
     #[test]
     fn any_history_of_puts_and_frees_keeps_contents_and_counts(steps in prop::collection::vec(step(), 1..400)) {
-        // Small on purpose: 17 size classes and 12 slabs, so some puts return `Full`.
+        // A small store: 17 size classes and 12 slabs, so some puts return `Full`.
         let (mut store, fd, budget) = small_store(12 * SLAB_BYTES as u64);
         let mut kept: Vec<(u64, u64, Handle)> = Vec::new();
         for (page, step) in (0u64..).zip(steps) {
@@ -359,7 +359,7 @@ proptest! {
         }
         for handle in bits.into_iter().filter_map(Handle::new) {
             let _ = get(&store, 1, handle);
-            // Also small slab and slot numbers, which more likely name something.
+            // Small slab and slot numbers, too: they name something more often.
             let near = Handle::new(handle.bits() & 0x7f_0000_3fff).expect("handle");
             let _ = get(&store, 1, near);
             store.free(key(1), handle);

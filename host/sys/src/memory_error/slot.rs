@@ -17,7 +17,7 @@ use ballast_base::PAGE_SIZE;
 use crate::Mapping;
 
 pub(super) const WORDS: usize = PAGE_SIZE / 8;
-/// Losses of one mapping that are listed one by one; a longer list would only repeat what their number says.
+/// Most losses of a mapping that are listed; more would only repeat what their number says.
 const TOLD: usize = 16;
 
 /// What a lost page becomes.
@@ -27,8 +27,7 @@ pub enum Fill {
     Zeros,
     /// These eight bytes, repeated over the page.
     Pattern(u64),
-    /// The content of this copy at the time of the loss. A process that finds that another one has replaced the page
-    /// already leaves it.
+    /// The content of this copy at the time of the loss. If another process has replaced the page already, that page stays.
     Copy(Arc<PageCopy>),
 }
 
@@ -43,7 +42,7 @@ impl Default for PageCopy {
 }
 
 impl PageCopy {
-    /// Its words.
+    /// The words of the page.
     pub fn words(&self) -> &[AtomicU64] {
         &self.0
     }
@@ -81,7 +80,7 @@ pub struct Losses {
 /// One mapping, for the handler. Never freed, but reused.
 pub(super) struct Slot {
     next: AtomicPtr<Slot>,
-    /// Odd while it is being changed.
+    /// Odd while the slot is being changed.
     sequence: AtomicUsize,
     taken: AtomicBool,
     pub(super) start: AtomicUsize,
@@ -213,7 +212,6 @@ impl Slot {
         }
     }
 
-    /// The slot of the mapping that this address is in.
     pub(super) fn find(addr: usize) -> Option<&'static Self> {
         let mut at = SLOTS.load(Ordering::Acquire);
         // SAFETY: as in `take`.

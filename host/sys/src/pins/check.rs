@@ -21,7 +21,6 @@ use crate::lock::Lock;
 /// Threads that can check at the same time; others wait.
 pub(super) const SLOTS: usize = 8;
 
-/// The loaded program and its map.
 #[derive(Debug)]
 pub(super) struct Check {
     program: Program,
@@ -67,7 +66,6 @@ impl Check {
         Ok(pins)
     }
 
-    /// See [`Program::verified`].
     #[cfg(test)]
     pub(super) fn verified(&self) -> io::Result<(u32, u32)> {
         self.program.verified()

@@ -10,7 +10,6 @@ use super::slot;
 
 pub(super) const WHAT: i16 = 0;
 pub(super) const ORDER: i16 = 4;
-/// Eight bytes.
 pub(super) const INDEX: i16 = 8;
 pub(super) const MAPCOUNT: i16 = 16;
 pub(super) const REFS: i16 = 20;
@@ -29,17 +28,17 @@ pub(super) const LARGE: i32 = 3;
 /// The holders of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pin {
-    /// Its file alone holds it. (Other pages of a large folio may be mapped.)
+    /// Its file alone holds the page. (Other pages of a large folio may be mapped.)
     Free,
-    /// It is not in memory: a hole, or swapped out by the kernel.
+    /// The page is not in memory: a hole, or swapped out by the kernel.
     Absent,
-    /// It is mapped somewhere, and has no other reference. Only pages of 4 KiB get this result.
+    /// The page is mapped, and has no other reference. Only pages of 4 KiB get this result.
     Mapped,
-    /// Its memory failed (the kernel holds a reference for that), so that it cannot be read either.
+    /// The memory of the page failed (the kernel holds a reference for that), so that it cannot be read either.
     Failed,
-    /// It has this number of references beyond those of the page cache and the mappings.
+    /// The page has this number of references beyond those of the page cache and the mappings.
     Held(u32),
-    /// It changed during the check, or could not be checked.
+    /// The page changed during the check, or could not be checked.
     Unknown,
 }
 
@@ -50,7 +49,6 @@ impl Pin {
     }
 }
 
-/// The findings for one page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
     pub(super) what: i32,

@@ -37,7 +37,6 @@ pub(super) fn expect(
     Err(format!("{what}: {pins:?}"))
 }
 
-/// Test mapped, zapped, absent and held pages.
 pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
     // More pages than a node of the tree has slots, so that there is more than one level.
     const PAGES: u64 = 4 * CHUNK as u64 * CHUNK as u64;
@@ -60,8 +59,7 @@ pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
     expect((check, drain, false), "a page that was held", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))
 }
 
-/// Test a large folio. Returns false if none was available: then the kernel makes none by itself, and its pool of huge
-/// pages is empty.
+/// Test a large folio. Returns false if there was none: the kernel makes none, and its pool of huge pages is empty.
 pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
     const PAGES: [u64; 3] = [0, 7, 511];
     let failed = |error: io::Error| error.to_string();
@@ -81,14 +79,13 @@ pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
     Ok(true)
 }
 
-/// A memfd of this size, and a mapping of it.
 pub(super) fn own_memory(size: Bytes) -> io::Result<(OwnedFd, Mapping)> {
     let file = memfd::create("ballast-pin-check", size)?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
     Ok((file, map))
 }
 
-/// The same as one large folio; `None` if the kernel has none.
+/// As [`own_memory`], as one large folio; `None` if the kernel has none.
 pub(super) fn own_large_folio() -> io::Result<Option<(OwnedFd, Mapping)>> {
     let (file, map) = own_memory(Bytes(HUGE_SIZE as u64))?;
     map.populate(0, HUGE_SIZE)?;
@@ -122,7 +119,6 @@ impl Held {
     }
 }
 
-/// Call `madvise(MADV_COLLAPSE)` on memory of our own.
 fn collapse(addr: usize, len: usize) -> io::Result<()> {
     const MADV_COLLAPSE: i32 = 25;
     /// Calls before the last error counts: the kernel returns EAGAIN when a page was busy for a moment.

@@ -100,7 +100,7 @@ const LEVELS: usize = 6;
 pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     use Reg::{Fp, R0, R1, R2, R3, R6, R7, R8, R9};
     use Width::{Double, Word};
-    // On the stack.
+    // Places on the stack.
     const READ: i16 = -8;
     const KEY: i16 = -16;
     const MAPPING: i16 = -24;
@@ -182,8 +182,8 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.alu(Op::Add, R1, slot::PAGES);
     asm.load(Double, R8, R1, 0);
 
-    // R9 = the node of the last page, if this page is in it, too. A page that has left the node does no harm: a held
-    // page does not leave its node.
+    // R9 = the node of the last page, if this page is in it, too. A stale node does no harm: a held page does not leave
+    // it.
     asm.load(Double, R9, R6, slot::NODE);
     asm.jump_if(If::Eq, R9, 0, root);
     asm.load(Double, R1, R6, slot::SHIFT);

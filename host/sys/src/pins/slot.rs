@@ -1,5 +1,5 @@
-//! The layout of a slot of the pin check's map: the descriptor and the number of pages, what the program keeps from
-//! page to page, the pages, and the findings for each.
+//! The layout of a slot of the pin check's map: the descriptor and the number of pages, the program's state from page
+//! to page, the pages, and the findings for each.
 //!
 //! Before: `check` writes a descriptor and page numbers into a slot. After: `program` reads them and writes its
 //! findings, which `found` reads. Threads: one a slot. Units: bytes from the start of the slot.

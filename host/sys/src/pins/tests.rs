@@ -16,7 +16,6 @@ fn check() -> Option<PinCheck> {
     PinCheck::new().inspect_err(|why| skip("pin-check", why)).ok()
 }
 
-/// Check again until the result is as expected: the kernel itself holds pages for a moment.
 fn expect(
     check: &PinCheck,
     what: &str,
@@ -115,7 +114,7 @@ fn a_held_page_is_never_called_free_while_its_neighbours_and_the_files_tree_come
         memfd::punch(&file, at(far) as u64, PAGE_SIZE as u64).expect("punch");
     });
     assert!(found.iter().all(|pin| !pin.may_go()), "{:?}", found.iter().find(|pin| pin.may_go()));
-    // Its holder, and perhaps the batch of the CPU that filled it.
+    // One reference of the holder, and perhaps one of the batch of the CPU that filled the page.
     assert!(found.iter().any(|pin| matches!(pin, Pin::Held(_))), "{:?}", found.first());
 }
 

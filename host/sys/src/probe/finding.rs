@@ -10,7 +10,7 @@ use std::io;
 pub enum Presence {
     /// Tried, and it works.
     Yes,
-    /// There, and an operator should change or know what the detail says.
+    /// There, and the detail is for operators, who may have to change a setting.
     Warn,
     /// Tried, and it does not.
     No,
@@ -18,7 +18,6 @@ pub enum Presence {
     Unknown(String),
 }
 
-/// The result of a try: whether it is present, and the detail.
 pub(super) type Finding = (Presence, String);
 
 pub(super) fn yes(detail: impl Into<String>) -> Finding {

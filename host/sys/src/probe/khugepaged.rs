@@ -106,8 +106,7 @@ fn of_memfds(now: &Khugepaged) -> Finding {
     }
 }
 
-/// The option `huge=` of the mount of this device, in the text of `/proc/self/mountinfo`; `None` if there is no such
-/// mount.
+/// The option `huge=` of this device's mount in the text of `/proc/self/mountinfo`; `None` if it is not mounted.
 pub fn huge_option(mountinfo: &str, major: u32, minor: u32) -> Option<Option<&str>> {
     let device = format!("{major}:{minor}");
     let mount = mountinfo.lines().find(|line| line.split_ascii_whitespace().nth(2) == Some(&device))?;

@@ -1,6 +1,6 @@
 //! The eight VMs of `levels` once more, adopted: Ballast's policy decides, and the kernel's swap moves the pages.
 //!
-//! Before: no other VM is at the daemon, since a policy divides one budget among all. After: a row for each level.
+//! Before: the daemon has no other VM, since a policy divides one budget among all. After: a row for each level.
 //! Threads: the caller's. Units: slowdowns; a level is in percent of the RAM of all VMs.
 //! Promise: VMs and levels are those of `levels`, and each level is compared with the same VMs without pressure before
 //! and after it. The sides do not take turns: a machine that drifts between the two parts shows in `aa`, not here.

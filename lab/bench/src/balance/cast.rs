@@ -1,7 +1,7 @@
 //! The VMs of this bench: how they are started, held to an amount of memory and measured, all at once.
 //!
 //! Before: a list of workloads and a side. After: operations per second of each VM, and the memory that all of them
-//! together held.
+//! held.
 //! Threads: the caller's; each VM is a process. Units: bytes; operations per second.
 //! Promise: all sides run the same programs with the same seeds. A side that is not measured stands still, and takes
 //! no CPU time from the other.
@@ -32,7 +32,6 @@ use crate::rig::Bench;
 use crate::worker::Worker;
 use crate::{adopt, cgroup, cpu, zram};
 
-/// Between two samples of what the VMs hold.
 const SAMPLE: Duration = Duration::from_millis(200);
 /// Longest time until reclaim has taken memory away.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -55,7 +54,7 @@ pub(super) fn spec(workload: Workload, ram_bytes: u64, seed: u64, store_ops: u64
     let mut spec = Spec::new(workload, Bytes(ram_bytes));
     spec.seed = seed;
     match workload {
-        // A request and a page of rows cost more than reading their bytes.
+        // A request, and a page of rows, cost more than reading their bytes.
         Workload::Store => (spec.think, spec.write_fraction, spec.move_at) = (1500, 0.1, Some(store_ops)),
         Workload::Scan => spec.think = 1000,
         _ => {}
@@ -65,13 +64,11 @@ pub(super) fn spec(workload: Workload, ram_bytes: u64, seed: u64, store_ops: u64
 
 pub(super) struct Vm {
     pub spec: Spec,
-    /// Its name at the daemon; empty on the kernel's side.
     pub name: String,
     pub worker: Worker,
     ram: File,
 }
 
-/// The VMs of one side.
 pub(super) struct Cast {
     pub vms: Vec<Vm>,
     pub side: Side,
@@ -80,18 +77,16 @@ pub(super) struct Cast {
     pub own_bytes: u64,
 }
 
-/// The figures of a window of time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Window {
     pub ops_per_s: Vec<f64>,
-    /// Guest RAM of all VMs, on average and at most.
+    /// Guest RAM of all VMs: the mean, and the maximum.
     pub resident_bytes: f64,
     pub most_bytes: f64,
-    /// Refaults of each VM in a thousand of its operations.
+    /// Refaults of each VM per thousand of its operations.
     pub misses_per_kop: Vec<f64>,
-    /// Time that other programs than VMs and Ballast used, in percent of one CPU.
+    /// CPU time of programs other than VMs and Ballast, in percent of one CPU.
     pub others_cpu_pct: f64,
-    /// Bytes that their far memory occupies at the end.
     pub far_bytes: f64,
     /// On both of Ballast's sides: limits changed, decisions, CPU time of the governor and of the whole engine.
     pub changed: u64,
@@ -102,7 +97,6 @@ pub(super) struct Window {
 }
 
 impl Cast {
-    /// Start all VMs and have them fill their memory.
     pub fn start(bench: &mut Bench, side: Side, specs: &[Spec]) -> Result<Self> {
         let cgroup = if side == Side::Kernel { bench.guard.cgroup()? } else { PathBuf::new() };
         let kind = bench.options.guest;
@@ -151,7 +145,7 @@ impl Cast {
         self.vms.iter().map(|vm| vm.spec.ram.0).sum()
     }
 
-    /// Guest RAM that all VMs hold. A memory file's size counts what the kernel swapped, so there the cgroup is read.
+    /// Guest RAM that all VMs hold. A memory file's size includes swapped pages, so for it the cgroup's usage is read.
     pub fn resident(&self, bench: &Bench) -> Result<u64> {
         if self.side == Side::Kernel && self.own_bytes > 0 {
             return Ok(cgroup::usage(&self.cgroup)?.saturating_sub(self.own_bytes));
@@ -176,7 +170,6 @@ impl Cast {
         self.vms.iter().try_for_each(|vm| vm.worker.signal(signal))
     }
 
-    /// Stop all VMs, without a limit.
     pub fn rest(&self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
         // A process that stands still cannot reply to reclaim.
@@ -192,7 +185,7 @@ impl Cast {
         self.signal(Signal::CONT)
     }
 
-    /// From now on all VMs together may have this much, whether they run or not. They run afterwards.
+    /// From now on all VMs together may have this much, while they are stopped, too. Then lets them run.
     pub fn begin_to_hold(&self, bench: &Bench, policy: Kind, bytes: u64) -> Result<()> {
         if self.side == Side::Kernel {
             // While VMs run, all their pages are young, and the kernel refuses a limit that it cannot keep at once.
@@ -204,7 +197,7 @@ impl Cast {
         self.hold_to(bench, policy, Some(bytes))
     }
 
-    /// Let all VMs together have this much, which a policy divides.
+    /// Lets all VMs together have this much, which a policy divides.
     fn hold_to(&self, bench: &Bench, policy: Kind, bytes: Option<u64>) -> Result<()> {
         if self.side != Side::Kernel {
             let patch = PolicyPatch { policy: Some(policy), budget_bytes: Some(bytes), ..PolicyPatch::default() };
@@ -212,11 +205,10 @@ impl Cast {
             return Ok(());
         }
         let bytes = bytes.map_or(cgroup::UNLIMITED, |bytes| bytes + self.own_bytes);
-        // The kernel reclaims down to the limit before it accepts it, and gives up sooner than we do.
+        // The kernel reclaims down to the limit before it accepts the limit, and gives up sooner than we do.
         until("the kernel does not come to the limit", TIMEOUT, || Ok(cgroup::limit(&self.cgroup, bytes).ok()))
     }
 
-    /// Let all VMs run for a while, and measure them.
     pub fn window(&mut self, bench: &Bench, length: Duration) -> Result<Window> {
         let engine = bench.engine_pid()?;
         let cpu_us =
@@ -259,7 +251,7 @@ impl Cast {
         Ok(window)
     }
 
-    /// Compare every word, without a limit, and end the VMs.
+    /// Removes the limit, compares every word, and ends the VMs.
     pub fn verify(mut self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
         self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&Order::Verify))?;

@@ -1,10 +1,11 @@
 //! A VM whose demand jumps: how soon it reaches its final speed.
 //!
-//! Before: four VMs share less memory than they have; one is nearly idle, and its memory has gone to the others.
-//! After: it is as busy as the others, and its speed was followed.
+//! Before: four VMs share less memory than they have; one is nearly idle, and its memory has gone to the others. After:
+//! it is as busy as the others, and its speed over time is known.
 //! Threads: the caller's. Units: seconds; a speed is steady in the last third.
-//! Promise: the steady speed is compared with that without pressure, because a VM may converge to a low speed. Speeds
-//! also swing with the scheduler, so the time until the VM held nine tenths of its final memory is reported as well.
+//! Promise: the steady speed is compared with the speed without pressure, because a VM may converge to a low speed.
+//! Speeds also swing with the scheduler, so the time until the VM held nine tenths of its final memory is reported as
+//! well.
 
 use std::time::{Duration, Instant};
 
@@ -21,9 +22,8 @@ use crate::stats::median;
 /// Rounds of computing before an operation: 3 us, and 100 ms.
 const BUSY: u64 = 1000;
 const IDLE: u64 = 30_000_000;
-/// Jumps, one after the other.
 const JUMPS: usize = 3;
-/// Percent of the RAM of all four: the one that jumps can have nearly all of its own, and each other one three fifths.
+/// Percent of all RAM: the VM that jumps can have nearly all of its own, and each other VM three fifths.
 const LEVEL_PCT: u64 = 68;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -120,13 +120,12 @@ fn jump(bench: &mut Bench, cast: &mut Cast, before: &[f64], scale: Scale) -> Res
     })
 }
 
-/// The median in the last third.
 fn last(course: &[(f64, f64)]) -> f64 {
     let last: Vec<f64> = course[course.len() * 2 / 3..].iter().map(|(_, value)| *value).collect();
     median(&last).unwrap_or(0.0)
 }
 
-/// The time from which on the median of five slices is fast enough.
+/// The first time from which on the median of five slices is at least `enough`.
 fn converged(speeds: &[(f64, f64)], enough: f64) -> Option<Duration> {
     let fast = |five: &&[(f64, f64)]| median(&five.iter().map(|(_, speed)| *speed).collect::<Vec<_>>()) >= Some(enough);
     speeds.windows(5).find(fast).map(|five| Duration::from_secs_f64(five[2].0))

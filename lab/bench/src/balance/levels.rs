@@ -3,8 +3,8 @@
 //! Before: eight VMs of each side have filled their memory and run without pressure. After: a row for each level.
 //! Threads: the caller's. Units: slowdowns; a level is in percent of the RAM of all VMs.
 //! Promise: the speed without pressure is measured on each side by itself, before and after each level. A level is
-//! compared with the mean of the two, which limits the effect of a drifting machine; their difference is the noise. No
-//! VM's slowdown is left out.
+//! compared with the mean of these two, which limits the effect of a drifting machine; their difference is the noise.
+//! No VM's slowdown is left out.
 
 use anyhow::Result;
 use ballast_policy::Kind;
@@ -18,18 +18,15 @@ use crate::stats::{geomean, median};
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
-/// Percent of all RAM in a quick run.
 const QUICK: [u64; 2] = [100, 60];
-/// At this level, in percent, all policies are measured. At the other levels below 100 there are Maestro's and ours.
+/// At this level, in percent, all policies are measured. At the other levels below 100, only Maestro's and ours are.
 const SHORT: u64 = 60;
 
-/// Speed of each VM without pressure: the mean over all windows.
 pub(super) fn speeds(windows: &[Window]) -> Vec<f64> {
     let vms = windows.first().map_or(0, |window| window.ops_per_s.len());
     (0..vms).map(|vm| windows.iter().map(|window| window.ops_per_s[vm]).sum::<f64>() / windows.len() as f64).collect()
 }
 
-/// Slowdown of each VM in a window.
 pub(super) fn slowdowns(before: &[f64], window: &Window) -> Vec<f64> {
     before.iter().zip(&window.ops_per_s).map(|(before, now)| before / now).collect()
 }
@@ -53,13 +50,11 @@ pub(super) fn measure(
     Ok(seen)
 }
 
-/// One side, and the last measured speed of each VM without pressure.
 pub(super) struct Alone {
     pub cast: Cast,
     pub speeds: Vec<f64>,
 }
 
-/// The base that a level is compared with.
 pub(super) struct Base {
     /// Speed of each VM without pressure: the mean of before and after.
     pub speeds: Vec<f64>,
@@ -76,7 +71,6 @@ impl Alone {
         Ok(Self { cast, speeds: speeds(&windows) })
     }
 
-    /// Measure once more without pressure, after a level.
     pub fn after(&mut self, bench: &Bench, scale: Scale) -> Result<Base> {
         let windows = measure(bench, &mut self.cast, Kind::None, None, scale, scale.windows.div_ceil(2))?;
         let aa = windows.iter().map(|window| geomean(&slowdowns(&self.speeds, window))).collect();
@@ -86,13 +80,11 @@ impl Alone {
     }
 }
 
-/// Two VMs of each workload.
 pub(super) fn eight(scale: Scale) -> Vec<ballast_testvm::Spec> {
     let of = |seed| CAST.map(|workload| spec(workload, scale.ram_bytes, seed, scale.store_ops));
     [of(1), of(2)].concat()
 }
 
-/// The levels that the options ask for.
 pub(super) fn levels_of(bench: &Bench) -> Vec<u64> {
     let levels: &[u64] = if bench.options.quick { &QUICK } else { &LEVELS };
     Some(bench.options.levels.clone()).filter(|chosen| !chosen.is_empty()).unwrap_or(levels.to_vec())

@@ -2,8 +2,8 @@
 //!
 //! Before: Maestro's experiment, scaled to this machine. After: rows have the slowdown of VMs at each level of memory,
 //! and the time until a VM whose demand jumps has its memory.
-//! Threads: the caller's. Units: a slowdown is operations per second without pressure over those with it, of the same
-//! VM among the same others, so the number of VMs that share a CPU cancels out.
+//! Threads: the caller's. Units: a slowdown is operations per second without pressure over operations per second with
+//! it, of one VM among the same others, so the number of VMs that share a CPU cancels out.
 //! Promise: the sides take turns at each level and never run at once. The memory of VMs is sampled while they run; the
 //! compressed bytes of either side are not included in it and are reported.
 

@@ -1,4 +1,4 @@
-//! The common parts of this bench: workloads, policy, sizes and times.
+//! The workloads, policy, sizes and times that all parts of this bench share.
 //!
 //! Before: `mod` knows which part runs. After: a part starts its VMs.
 //! Threads: the caller's. Units: bytes, time.
@@ -11,14 +11,14 @@ use ballast_testvm::Workload;
 
 use crate::rig::Bench;
 
-/// The side that takes the memory.
+/// The software that takes the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     /// Ballast, by its limits.
     Ballast,
     /// The kernel: a memory cgroup and swap.
     Kernel,
-    /// Ballast's policies with the kernel's swap: VMs that are adopted.
+    /// Ballast's policies with the kernel's swap, for adopted VMs.
     Adopted,
 }
 
@@ -27,11 +27,9 @@ pub(super) const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Worklo
 /// The policy that divides the memory on Ballast's side, unless a key names another one.
 pub(super) const POLICY: Kind = Kind::Gain;
 
-/// Sizes and times.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     pub(super) ram_bytes: u64,
-    /// Time from a change of limits until VMs are measured.
     pub(super) settle: Duration,
     pub(super) window: Duration,
     pub(super) windows: usize,
@@ -40,7 +38,6 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// The scale that the options ask for.
     pub(super) fn of(bench: &Bench) -> Self {
         let s = Duration::from_secs;
         if bench.options.quick {

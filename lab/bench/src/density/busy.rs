@@ -1,8 +1,8 @@
 //! All VMs read all of their memory at once, each limited to half of it. `ballast bench density` runs it.
 //!
-//! Before: a daemon without VMs. After: a row has throughput, waits and fairness of both sides; a row of
-//! its own has a guest's wait when the engine is killed.
-//! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of all guests.
+//! Before: a daemon without VMs. After: a row has throughput, waits and fairness of both sides; another row has a
+//! guest's wait when the engine is killed.
+//! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is the worst of all guests.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use crate::subject::in_turn;
 /// Number and length of the measurements.
 struct Plan {
     turns: u64,
-    /// Time that is not counted before each turn; with it, the time that each guest adds.
+    /// Time that is not counted before each turn, and the time by which each guest lengthens it.
     lead: Duration,
     lead_per_vm: Duration,
     time: Duration,
@@ -39,7 +39,6 @@ const HASTY: Plan = Plan {
     time: Duration::from_millis(500),
 };
 
-/// Add the figures of the turns of a side.
 fn report(row: &mut Row, prefix: &str, turns: &[Turn]) {
     let mut figure = |key: &str, of: fn(&Turn) -> f64| {
         row.figure_of(&format!("{prefix}density_{key}"), turns, of);
@@ -50,7 +49,6 @@ fn report(row: &mut Row, prefix: &str, turns: &[Turn]) {
     figure("fairness", |turn| turn.fairness);
 }
 
-/// A fleet of this side whose guests are held to half of their RAM.
 fn squeezed(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64, row: &mut Row) -> Result<Fleet> {
     let mut fleet = Fleet::start(bench, side, vms, ram_bytes)?;
     fleet.fill(bench)?;
@@ -103,7 +101,7 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     Ok(row)
 }
 
-/// Kill the engine while all guests read, once in each turn, and in as many turns keeper and engine. The longest touch
+/// Kills the engine while all guests read, once in each turn, and in as many turns keeper and engine. The longest touch
 /// is at least as long as reported: it may have ended after its turn.
 pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
     let plan = if bench.options.quick { HASTY } else { FULL };
@@ -124,16 +122,15 @@ pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Res
     Ok(row)
 }
 
-/// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whom {
     Engine,
-    /// Engine and keeper. Another keeper is started at once.
+    /// Engine and keeper; another keeper is started at once.
     Both,
 }
 
-/// Kill the engine or both. Also returns the milliseconds until the next engine's API replies; after both, until it has
-/// all VMs.
+/// Kills the engine, or keeper and engine. Also returns the milliseconds until the next engine's API replies, or until
+/// it has all VMs if the keeper was killed, too.
 fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
     let (before, vms) = (bench.engine_pid()?, fleet.len());
     let kill = || {
@@ -147,7 +144,7 @@ fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time
             bench.daemon.start_keeper()?;
             bench.guard.end_process(bench.daemon.keeper_pid())?;
         }
-        // The client is a new one: requests that were cut off are repeated only for some seconds.
+        // A new client: it repeats requests that were cut off for some seconds only.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
         let serves = || api.host().is_ok_and(|host| host.engine_pid != before);
         until("no new engine serves the API", Duration::from_secs(120), || {

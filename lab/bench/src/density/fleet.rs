@@ -1,4 +1,4 @@
-//! The guests of one side, which do the same at the same time.
+//! The guests of one side, which all do the same work at the same time.
 //!
 //! Before: there is a daemon, or the kernel's swap. After: the caller has the figures of all guests together.
 //! Threads: the caller's; guests are processes. Units: in the names.
@@ -18,11 +18,11 @@ use crate::stats::median;
 use crate::waits::Waits;
 use crate::worker::Worker;
 
-/// Time after which VMs that are not within their limits are measured as they are.
+/// Time after which VMs that are still above their limits are measured as they are.
 const SQUEEZE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
 
-/// The side that takes the guests' memory.
+/// The software that takes the guests' memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Ballast,
@@ -32,7 +32,7 @@ pub(crate) enum Side {
 struct Member {
     worker: Worker,
     name: String,
-    /// On the kernel's side: its cgroup, and the bytes in it before the guest had RAM.
+    /// On the kernel's side: the guest's cgroup, and its usage before the guest had RAM.
     cgroup: Option<(PathBuf, u64)>,
 }
 
@@ -41,18 +41,16 @@ pub(crate) struct Fleet {
     members: Vec<Member>,
 }
 
-/// The figures of a fleet in one turn.
 #[derive(Debug, Default)]
 pub(crate) struct Turn {
     pub(crate) touches_per_s: f64,
     pub(crate) p99_us: f64,
     pub(crate) worst_ms: f64,
-    /// Touches of the slowest guest over the median of all.
+    /// Touches of the slowest guest, divided by the median of all.
     pub(crate) fairness: f64,
 }
 
 impl Fleet {
-    /// Start the processes, which have no RAM yet.
     pub(crate) fn start(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64) -> Result<Self> {
         let mut members = Vec::new();
         for number in 0..vms as u64 {
@@ -73,7 +71,6 @@ impl Fleet {
         self.members.len()
     }
 
-    /// Attach and fill the RAM of all, one after the other.
     pub(crate) fn fill(&mut self, bench: &Bench) -> Result<()> {
         for member in &mut self.members {
             if let Some((cgroup, own)) = &mut member.cgroup {
@@ -87,7 +84,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Limit each guest to half of its RAM (on the kernel's side also the memory of its process).
+    /// Limits each guest to half of its RAM (on the kernel's side, to half of its RAM and the memory of its process).
     pub(crate) fn limit(&mut self, bench: &Bench) -> Result<()> {
         let half = self.ram_bytes / 2;
         self.members.iter().try_for_each(|member| match &member.cgroup {
@@ -96,7 +93,7 @@ impl Fleet {
         })
     }
 
-    /// Wait until Ballast's guests are within their limits. Returns the number of those that are not.
+    /// Waits until Ballast's guests are within their limits. Returns how many are not.
     pub(crate) fn squeezed(&self, bench: &Bench) -> Result<usize> {
         let start = Instant::now();
         loop {
@@ -109,7 +106,7 @@ impl Fleet {
         }
     }
 
-    /// Have all guests read at once: first for `lead`, which does not count, then for `time`, while `meanwhile` runs.
+    /// Lets all guests read at once: first for `lead`, which does not count, then for `time`, while `meanwhile` runs.
     pub(crate) fn read<T>(
         &mut self,
         lead: Duration,
@@ -140,7 +137,6 @@ impl Fleet {
         Ok((turn, meanwhile))
     }
 
-    /// Compare every byte of every guest.
     pub(crate) fn verify(&mut self) -> Result<()> {
         self.ask_all(&Order::Verify).map(drop)
     }

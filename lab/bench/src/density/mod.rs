@@ -17,7 +17,6 @@ use crate::options::Part;
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// Numbers of VMs.
 const VMS: [usize; 6] = [1, 2, 8, 32, 128, 256];
 const QUICK: [usize; 1] = [4];
 
@@ -31,7 +30,7 @@ fn ram_bytes(bench: &Bench, vms: usize) -> u64 {
     }
 }
 
-/// Raise the limit on descriptors: a guest needs two here.
+/// Raises the limit on descriptors: each guest needs two here.
 fn raise_descriptors() -> Result<()> {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).context("Raising RLIMIT_NOFILE")

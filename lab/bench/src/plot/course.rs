@@ -1,4 +1,4 @@
-//! Draws one VM under a limit, over time: its memory, and below it its faults.
+//! Draws one VM under a limit, over time: its memory, and below that its faults.
 //!
 //! Before: the row of `bench limit` has a value for each sample. After: it is an SVG with axes and units.
 //! Threads: none. Units: pixels; seconds to the right; the axes name their units.
@@ -12,10 +12,8 @@ use serde_json::Value;
 
 const SIZE: (u32, u32) = (860, 460);
 const TITLE: u32 = 34;
-/// Height of a part.
 const PART: u32 = 200;
 const LEFT: u32 = 80;
-/// Width of the legend.
 const RIGHT: u32 = 150;
 const FONT: (&str, i32) = ("sans-serif", 14);
 const TITLE_FONT: (&str, i32) = ("sans-serif", 16);
@@ -28,7 +26,6 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Curves of a part: name, colour, and stretches of points.
 pub(super) type Curves = Vec<(&'static str, RGBColor, Vec<Vec<(f64, f64)>>)>;
 
-/// The title of a row of `bench limit`, and its SVG.
 pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let times = series(row, "t_s")?;
     let ram = row["ram_bytes"].as_f64().context("the row has no ram_bytes")?;
@@ -54,7 +51,7 @@ pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     Ok((title, text))
 }
 
-/// Two parts, one below the other, over one axis of time with its name and end.
+/// Draws two parts, one below the other, over one time axis with this name and end.
 pub(super) fn picture(title: &str, time: (&str, f64), parts: &[(&str, Curves); 2]) -> Result<String> {
     let mut text = String::new();
     let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
@@ -69,7 +66,6 @@ pub(super) fn series(row: &Value, key: &str) -> Result<Vec<Option<f64>>> {
     Ok(values.iter().map(Value::as_f64).collect())
 }
 
-/// The stretches without a gap.
 pub(super) fn stretches(points: &[(f64, Option<f64>)]) -> Vec<Vec<(f64, f64)>> {
     let parts = points.split(|(_, value)| value.is_none()).filter(|part| !part.is_empty());
     parts.map(|part| part.iter().filter_map(|(at, value)| Some((*at, (*value)?))).collect()).collect()

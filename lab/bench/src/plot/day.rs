@@ -1,4 +1,4 @@
-//! Draws a day of a host: the memory in use with Ballast and without, and below it the latency of requests.
+//! Draws a day of a host: the memory in use with Ballast and without, and below that the latency of requests.
 //!
 //! Before: the row of `bench real --part day` has a value for each second and side. After: it is an SVG. Threads: none.
 //! Units: hours of the day, GiB, milliseconds.
@@ -18,7 +18,6 @@ const SMOOTH: usize = 15;
 const SIDES: [(&str, &str, RGBColor); 3] =
     [("without", "_without", KERNEL), ("Ballast", "", OURS), ("adopted", "_adopted", PLAIN)];
 
-/// The title of a row, and its SVG.
 pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let day = row["day_s"].as_f64().context("the row has no day_s")?;
     let servers = row["servers"].as_u64().context("the row has no servers")?;

@@ -82,19 +82,18 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
     Ok(written)
 }
 
-/// The picture with a title and a description for readers who do not see it.
+/// The picture with a title, and a description for readers who cannot see it.
 fn described(svg: &str, title: &str, words: &str) -> Result<String> {
     let plain = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;");
     let (head, rest) = svg.split_once('>').context("the picture has no element")?;
     Ok(format!("{head} role=\"img\">\n<title>{}</title>\n<desc>{}</desc>{rest}", plain(title), plain(words)))
 }
 
-/// A text of a row, with spaces.
 fn word(row: &Value, key: &str) -> String {
     row[key].as_str().unwrap_or_default().replace('_', "-")
 }
 
-/// The points of these keys.
+/// The points of these keys, in multiples of `unit`.
 fn points<const N: usize>(row: &Value, keys: [String; N], unit: f64) -> Vec<Option<Point>> {
     keys.iter().map(|key| Point::of(row, key, unit)).collect()
 }
@@ -117,7 +116,7 @@ fn restore(rows: &Rows) -> Chart {
 }
 
 fn reclaim(rows: &Rows) -> Chart {
-    // A large guest has a row of its own.
+    // A large guest has another row.
     let mut seen = Vec::new();
     let first = rows.of("reclaim", "reclaim_pages_per_s").filter(|row| {
         let data = word(row, "data");
@@ -163,7 +162,7 @@ fn eight(rows: &Rows) -> Chart {
 
 /// Slowdowns at each level of memory: the keys of Ballast with `gain` and with `maestro`, and of the kernel.
 fn by_level<'a>(title: &str, rows: impl Iterator<Item = &'a Value>, keys: [String; 3]) -> Chart {
-    // Other parts of the bench have rows of their own.
+    // Other parts of the bench have other rows.
     let levels = rows.filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
     Chart {
         title: title.into(),

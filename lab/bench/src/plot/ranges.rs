@@ -12,16 +12,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::rows::Point;
 
 const SIZE: (u32, u32) = (760, 360);
-/// Width of labels left of the axis.
 const LEFT: u32 = 70;
-/// Height of the names of groups.
 const BOTTOM: u32 = 34;
-/// Height of title and legend.
 const TOP: u32 = 64;
 const FONT: (&str, i32) = ("sans-serif", 14);
 const TITLE: (&str, i32) = ("sans-serif", 16);
 
-/// A side of the comparison: its name and colour, which is the same in every chart.
+/// A side of the comparison: its name, and its colour in every chart.
 #[derive(Clone, Copy)]
 pub(super) struct Side(pub &'static str, pub RGBColor);
 
@@ -31,7 +28,6 @@ pub(super) const KERNEL: RGBColor = RGBColor(200, 90, 30);
 pub(super) const PLAIN: RGBColor = RGBColor(110, 110, 110);
 pub(super) const FLOOR: RGBColor = RGBColor(170, 170, 170);
 
-/// A chart.
 pub(super) struct Chart {
     pub title: String,
     /// The quantity of the axis, with its unit.
@@ -45,7 +41,6 @@ pub(super) struct Chart {
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 impl Chart {
-    /// Is there anything to draw?
     pub(super) fn is_empty(&self) -> bool {
         self.points().next().is_none()
     }
@@ -54,7 +49,7 @@ impl Chart {
         self.groups.iter().flat_map(|(_, points)| points.iter().flatten())
     }
 
-    /// All medians in words, for readers who do not see the picture.
+    /// All medians in words, for readers who cannot see the picture.
     pub(super) fn in_words(&self) -> String {
         let groups = self.groups.iter().map(|(name, points)| {
             let medians = points.iter().zip(&self.sides).filter_map(|(point, Side(side, _))| {
@@ -66,7 +61,6 @@ impl Chart {
         format!("Medians and ranges, {}. {}.", self.axis, groups.collect::<Vec<_>>().join("; "))
     }
 
-    /// The SVG.
     pub(super) fn draw(&self) -> Result<String> {
         let mut text = String::new();
         let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
@@ -75,7 +69,6 @@ impl Chart {
         Ok(text)
     }
 
-    /// The position of a value on the axis.
     fn height(&self, value: f64) -> f64 {
         if self.logarithmic { value.max(f64::MIN_POSITIVE).log10() } else { value }
     }

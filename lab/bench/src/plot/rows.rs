@@ -13,7 +13,6 @@ use serde_json::Value;
 /// All rows of each file, with its name, in the order of the files.
 pub(super) struct Rows(Vec<(String, Vec<Value>)>);
 
-/// A figure: its median and its range.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Point {
     pub median: f64,
@@ -38,7 +37,7 @@ impl Rows {
         last.filter(move |row| is_one(row, bench, key))
     }
 
-    /// The name of that file.
+    /// The name of the file of [`Self::of`].
     pub(super) fn file_of(&self, bench: &str, key: &str) -> &str {
         self.last(bench, key).map_or("", |(name, _)| name)
     }

@@ -1,8 +1,8 @@
-//! The pool: the time until a VM's memory can be used.
+//! The pool: the time until a VM can use its memory.
 //!
 //! Before: the bench has its guard. After: a row for each size of a VM. The guard returns all memory.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
-//! sizes for which memory is short, with the reason.
+//! sizes for which memory is short, and says why.
 
 mod pin;
 mod product;
@@ -16,7 +16,6 @@ use crate::report::Row;
 use crate::rig::Bench;
 use product::Product;
 
-/// Memory that is left to other programs.
 const SPARE: u64 = 4 * GIB;
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -44,7 +43,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// `None` if the host has this much to spare, and the pool gets it; else the reason. One side at a time has the memory.
+/// Returns the reason if the host has less to spare; otherwise the pool gets it. One side at a time has memory.
 fn short_of(size: u64, product: &Product) -> Option<String> {
     let (available, needed) = (meminfo::bytes("MemAvailable").unwrap_or_default(), size + SPARE);
     if available < needed {

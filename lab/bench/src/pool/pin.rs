@@ -1,7 +1,7 @@
-//! Memory that is pinned as VFIO pins it for a device: buffers registered with an io_uring stand in for that.
+//! Memory pinned for I/O: buffers registered with an io_uring stand in for VFIO's pages of a device.
 //!
-//! Before: memory is mapped. After: the kernel holds every page of it for I/O (`FOLL_LONGTERM`, as for a device), until
-//! the value is dropped. What is missing is the IOMMU's mapping.
+//! Before: memory is mapped. After: the kernel holds every page of it (`FOLL_LONGTERM`, as for a device), until the
+//! value is dropped. Only the IOMMU's mapping is missing.
 //! Threads: the bench's one. Units: microseconds.
 
 use std::marker::PhantomData;
@@ -12,14 +12,12 @@ use ballast_base::GIB;
 use ballast_sys::Mapping;
 use io_uring::IoUring;
 
-/// Pinned memory of a mapping.
 pub(super) struct Pinned<'a>(IoUring, PhantomData<&'a Mapping>);
 
 impl<'a> Pinned<'a> {
-    /// Pin all of it; returns the time of that.
+    /// Pins all of it; returns the time that this took.
     pub(super) fn new(map: &'a Mapping) -> Result<(f64, Self)> {
         let ring = IoUring::new(1).context("Making an io_uring")?;
-        // The largest buffer that can be registered.
         let buffer = |at: usize| {
             let len = (map.len() - at).min(GIB as usize);
             libc::iovec { iov_base: map.ptr(at, len).cast(), iov_len: len }

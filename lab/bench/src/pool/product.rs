@@ -1,7 +1,8 @@
 //! The pool of the bench's daemon: it gets memory for a measurement, and returns it.
 //!
 //! Before: a daemon runs. After: the host has all memory of the pool again, also if the bench is killed.
-//! Threads: the bench's one. Units: bytes. Promise: a size that the pool has is zeroed and no VM's.
+//! Threads: the bench's one. Units: bytes. Promise: memory that the pool holds for a measurement is zeroed, and no VM
+//! has it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use ballast_testhost::until;
 use crate::end_pool::unmount;
 use crate::rig::Bench;
 
-/// How long the engine may take to zero what VMs had: some 100 ms a GiB on an idle machine.
+/// Longest time in which the engine must zero the memory of former VMs: some 100 ms a GiB on an idle machine.
 const SETTLED_WITHIN: Duration = Duration::from_secs(120);
 
 pub(super) struct Product {
@@ -26,7 +27,7 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// The pool of the bench's daemon, which has no memory yet.
+    /// The pool of the bench's daemon, still without memory.
     pub(super) fn start(bench: &mut Bench) -> Result<Self> {
         let dir = bench.daemon.dir().to_owned();
         let api = Client::new(dir.join("api.sock"))?.retry_for(Duration::from_secs(20));
@@ -46,14 +47,14 @@ impl Product {
         self.api.pool().context("Asking for the pool")
     }
 
-    /// Have it this large, and zeroed.
+    /// Makes the pool this large, and waits until it is zeroed.
     pub(super) fn hold(&self, size: Bytes) -> Result<()> {
         let sum = |stat: &PoolStat| -> (u64, u64, u64) {
             stat.nodes.iter().fold((0, 0, 0), |(has, lent, ready), node| {
                 (has + node.reserved_bytes, lent + node.lent_bytes, ready + node.ready_bytes)
             })
         };
-        // A slice that is being zeroed is not lent.
+        // A slice that is being zeroed cannot be lent.
         let rests = |stat: &PoolStat| stat.vms.is_empty() && stat.nodes.iter().all(|node| node.dirty_bytes == 0);
         let stat = self.settled(rests)?;
         let (has, lent, _) = sum(&stat);
@@ -73,7 +74,7 @@ impl Product {
         until("the pool does not come to rest", SETTLED_WITHIN, || Ok(Some(self.stat()?).filter(&is)))
     }
 
-    /// RAM for a VM that the bench's process is, from the request to its page tables.
+    /// RAM from the pool for this process as a VM: from the request to mapped pages.
     pub(super) fn take(&self, size: Bytes) -> Result<Mapping> {
         let wanted = Take { name: "bench".into(), size, pages: Pages::Mix, nodes: Nodes::Any };
         let pieces = take(&self.socket(), &wanted).context("Taking memory of the pool")?;
@@ -94,7 +95,6 @@ impl Drop for Product {
     }
 }
 
-/// Whole huge pages of a size.
 pub(super) fn huge_pages(size: Bytes) -> u64 {
     size.0.div_ceil(HUGE_SIZE as u64)
 }

@@ -1,11 +1,11 @@
-//! A VM's start on the daemon's own pool: memory for a VMM, the same pinned as for a device, and QEMU until it answers.
+//! A VM's start on the daemon's own pool: memory for a VMM, pinned as for a device or not, and QEMU until it answers.
 //!
 //! Before: the host has this much memory, and some to spare. After: there is a row. Units: microseconds and, of QEMU,
 //! milliseconds.
 //! Promise: the sides take turns, forwards and backwards, after an uncounted round. One side at a time has the memory,
-//! so that a VM may be as large as nearly all of the host's. No side pays for memory that a hypervisor below has to
-//! find first: the kernel's ways have touched it once before they are measured. Memory of the pool is checked for data
-//! of others.
+//! so a VM may be nearly as large as the host. No side pays for memory that a hypervisor below must find first: the
+//! memory of the kernel's ways was touched once before they are measured. Memory of the pool is checked for data of
+//! others.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -25,21 +25,18 @@ use super::product::{Product, huge_pages};
 use crate::report::{Figures, Row};
 use crate::rig::Bench;
 
-/// Where memory comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Pool,
     /// Huge pages that the kernel has reserved.
     Hugetlb,
-    /// A memory file whose pages are touched.
     Memfd,
 }
 
-/// In the order of the figures.
+/// Names of the sides, in the order of the figures.
 const NAMES: [&str; 3] = ["product", "hugetlb", "memfd_touch"];
 const SIDES: [Side; 3] = [Side::Pool, Side::Hugetlb, Side::Memfd];
 
-/// How a QEMU gets its RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ram {
     /// 128 MiB of its own, without Ballast.
@@ -49,7 +46,7 @@ enum Ram {
     /// Memory of the pool, by `ballast run --pool`.
     Pool,
     PoolOnDemand,
-    /// The same as `Pool`, and QEMU locks all its memory.
+    /// As `Pool`, and QEMU locks all its memory.
     PoolLocked,
     /// Huge pages, faulted in by QEMU (`prealloc=on`), without Ballast.
     Hugetlb,
@@ -70,10 +67,9 @@ const RAMS: [(Ram, &str); 8] = [
     (Ram::PoolOnDemand, "qemu_pool_on_demand_ms"),
 ];
 
-/// The largest VM in base pages: to touch more takes minutes.
+/// The largest VM in base pages, because touching more takes minutes.
 const MOST_BASE: Bytes = Bytes(4 * GIB);
 
-/// The row of one size.
 pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Bytes, rounds: u32) -> Result<Row> {
     let without = qemu_missing();
     let mut figures = Figures::default();
@@ -136,7 +132,7 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
     Ok(row)
 }
 
-/// The time until memory of this side can be used, and until it is pinned, too.
+/// The time until memory of this side can be used, and the time until it is pinned.
 fn memory(product: &Product, side: Side, size: Bytes) -> Result<(f64, f64)> {
     let (ready, map) = ready(product, side, size)?;
     let (pin, pinned) = Pinned::new(&map)?;
@@ -175,7 +171,6 @@ fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
     Ok((start.elapsed().as_secs_f64() * 1e6, map))
 }
 
-/// A memory file, each page touched.
 fn touch(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create("ballast-bench-touch", size).context("Making a memory file")?;
@@ -184,7 +179,7 @@ fn touch(size: Bytes) -> Result<(f64, Mapping)> {
     Ok((start.elapsed().as_secs_f64() * 1e6, map))
 }
 
-/// Check that no page has data of another VM, and leave some for the next one to find.
+/// Checks that no page has data of another VM, and writes data for the next check to find.
 fn check_and_mark(map: &Mapping) -> Result<()> {
     for at in (0..map.len()).step_by(PAGE_SIZE) {
         let found = map.words(at, 1)[0].swap(0x005e_c2e7_005e_c2e7, Relaxed);
@@ -193,7 +188,7 @@ fn check_and_mark(map: &Mapping) -> Result<()> {
     Ok(())
 }
 
-/// The time from the start of QEMU, stopped and without devices, until it answers, in milliseconds.
+/// Milliseconds from the start of QEMU, stopped and without devices, until it answers.
 fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
     let ours = match ram {
         Ram::Run => Some("--add-memory-backend"),

@@ -1,11 +1,11 @@
 //! A guest whose hot pages are spread over more huge pages than fast memory holds (hot bloat), modelled.
 //!
-//! Before: a share of bloated memory is given. After: a tracker of the product's has seen its touches, cycle by cycle,
-//! and the product's plan of moves was carried out; the share of accesses that fast memory serves is known.
-//! The guest is that of HugeScope's Figure 1: it has touched all of its memory once, accesses a tenth of it, and fast
-//! memory is a fifth. A part of the accessed pages fills huge pages; of each bloated one, a tenth is accessed.
-//! Units: huge pages of 512 pages; accesses a second. Promise: touches are drawn by chance from the truth and nothing
-//! else tells the tracker; memory and time are modelled; a scan costs the guest what [`COST`] says.
+//! Before: a share of bloated memory is given. After: the product's tracker has seen touches of it, cycle by cycle, and
+//! the product's plan of moves was carried out; the share of accesses that fast memory serves is known.
+//! The guest is that of HugeScope's Figure 1: it has touched all of its memory once and accesses a tenth of it. Fast
+//! memory is a fifth. A part of the accessed pages fills huge pages; in each bloated huge page, a tenth is accessed.
+//! Units: huge pages of 512 pages; accesses a second. Promise: touches are drawn at random from the truth, and the
+//! tracker learns nothing else; memory and time are modelled; [`COST`] says what a scan costs the guest.
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use ballast_heat::source::{BLOCK, Cost};
 use ballast_heat::{CycleReport, PageMap, Pages, Phase, Seen, Settings, Step, Tracker, UnitId, Watch};
 use ballast_testkit::random::Random;
 
-/// One in this many pages is accessed; of a bloated huge page, too.
+/// 1/N of the pages is accessed; in a bloated huge page, too.
 const ACCESSED: u64 = 10;
-/// One in this many pages fits into fast memory.
+/// 1/N of the pages fits into fast memory.
 const FAST: u64 = 5;
 /// Accesses a second to each page that is accessed. 25 pages fill a MiB/s of cache lines.
 const RATE: f64 = 100.0;
@@ -29,21 +29,20 @@ const SAMPLED: u32 = 20;
 /// Cost of a touch in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
 const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
 
-/// A way to place memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     /// Both phases of tracking, the page-size policy, and moves in both sizes.
     Ours,
     /// Whole huge pages, by whether they were touched (vTMM-like).
     Whole,
-    /// As ours, but of a twentieth of the huge pages alone.
+    /// As `Ours`, with a sample of a twentieth of the huge pages.
     Sampled,
 }
 
 impl Way {
     pub(crate) const ALL: [Self; 3] = [Self::Ours, Self::Whole, Self::Sampled];
 
-    /// The suffix of its keys; ours have none.
+    /// The suffix of its keys; those of `Ours` have none.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
             Self::Ours => "",
@@ -70,7 +69,7 @@ impl Truth {
         let bloated = (accessed * bloat_pct / 100 / each).min(units);
         let full = (accessed * (100 - bloat_pct) / 100 / PAGES_PER_UNIT).min(units - bloated);
         let mut hot = vec![PageMap::NONE; units as usize];
-        // Not in the order in which memory was touched first.
+        // Shuffled, so that heat does not depend on the order of the first touches.
         let mut order: Vec<usize> = (0..hot.len()).collect();
         (1..order.len()).rev().for_each(|last| order.swap(last, rng.below(last as u64 + 1) as usize));
         for (place, at) in order.into_iter().take((bloated + full) as usize).enumerate() {
@@ -81,7 +80,6 @@ impl Truth {
         Self { hot, rate: RATE * (1.0 - stray_pct / 100.0), stray }
     }
 
-    /// Accesses a second to these pages of a unit.
     fn of(&self, unit: usize, pages: PageMap) -> f64 {
         self.hot[unit].and(pages).count() as f64 * self.rate + pages.count() as f64 * self.stray
     }
@@ -102,7 +100,7 @@ impl Truth {
     }
 }
 
-/// This number of the pages of a unit.
+/// A random set of this number of pages of a unit.
 fn some(count: u64, rng: &mut Random) -> PageMap {
     let mut pages = PageMap::NONE;
     while pages.count() < count {
@@ -111,7 +109,7 @@ fn some(count: u64, rng: &mut Random) -> PageMap {
     pages
 }
 
-/// All memory is there.
+/// A region in which all memory is present.
 struct All(u64);
 
 impl Pages for All {
@@ -130,7 +128,6 @@ impl Pages for All {
     fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
 }
 
-/// The guest under one way.
 pub(crate) struct Guest {
     way: Way,
     tracker: Tracker,
@@ -138,7 +135,7 @@ pub(crate) struct Guest {
     now: Duration,
     slow: Vec<PageMap>,
     huge: Vec<bool>,
-    /// Huge pages that were split, and joined again.
+    /// Numbers of huge pages that were split, and joined again.
     pub(crate) changed: (u64, u64),
 }
 
@@ -158,7 +155,6 @@ impl Guest {
         }
     }
 
-    /// The share of accesses that fast memory serves.
     pub(crate) fn hits(&self, truth: &Truth) -> f64 {
         let fast = self.slow.iter().enumerate().map(|(unit, slow)| truth.of(unit, PageMap::ALL.without(*slow)));
         fast.sum::<f64>() / truth.all()
@@ -168,7 +164,7 @@ impl Guest {
         self.now
     }
 
-    /// Until the next coarse cycle has ended and its moves are done.
+    /// Runs until the next coarse cycle has ended and its moves are done.
     pub(crate) fn cycle(&mut self, truth: &Truth) {
         let all = All(self.slow.len() as u64);
         loop {
@@ -186,7 +182,7 @@ impl Guest {
         }
     }
 
-    /// Was a page of these touched in this time?
+    /// Whether pages with this rate of accesses were touched in this time, drawn at random.
     fn is_touched(&mut self, rate: f64, seconds: f64) -> bool {
         let chance = 1.0 - (-rate * seconds).exp();
         (self.rng.word() >> 11) as f64 / ((1u64 << 53) as f64) < chance
@@ -227,7 +223,6 @@ impl Guest {
         report
     }
 
-    /// Carry out the product's plan.
     fn place(&mut self) {
         let unit = |(id, warmth): (UnitId, _)| {
             let number = id.unit as usize;
@@ -254,7 +249,6 @@ impl Guest {
 mod tests {
     use super::*;
 
-    /// The share that fast memory serves in the end.
     fn served(way: Way, truth: &Truth) -> f64 {
         let mut guest = Guest::new(way, truth.units(), 7);
         (0..40).for_each(|_| guest.cycle(truth));

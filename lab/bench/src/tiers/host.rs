@@ -2,8 +2,8 @@
 //!
 //! Before: nothing; it needs no daemon and no root. After: a row for each share of bloated memory has the share of
 //! accesses that fast memory serves and the modelled time of an access, by each way and by an oracle.
-//! Units: in every key. Promise: every row says that it is simulated and that its time is modelled; what is the
-//! product's own is the tracker, the page-size policy and the plan of moves.
+//! Units: in every key. Promise: every row says that it is simulated and that its time is modelled; the tracker, the
+//! page-size policy and the plan of moves are the product's.
 
 use anyhow::Result;
 use ballast_base::HUGE_SIZE;
@@ -14,12 +14,11 @@ use crate::report::Row;
 
 /// Latency of fast and of slow memory (Demeter, Table 2), in nanoseconds.
 const LATENCY_NS: (f64, f64) = (68.7, 176.6);
-/// What a split costs: the call, and mapping the unit's 512 pages again. Measured on Linux 6.18, medians.
+/// Cost of a split: the call, and mapping the unit's 512 pages again. Measured on Linux 6.18, medians.
 const SPLIT_NS: f64 = (60 + 126) as f64 * 1000.0;
-/// What it costs to join a unit again; the same.
+/// Cost of joining a unit again, measured likewise.
 const JOIN_NS: f64 = 5_300.0 * 1000.0;
 
-/// The extent of the simulation.
 struct Plan {
     units: u64,
     cycles: usize,
@@ -33,7 +32,7 @@ const QUICK: Plan = Plan { units: 512, cycles: 40, seeds: 2, bloat_pct: &[50] };
 const STRAY_PCT: &[f64] = &[0.1, 0.5, 1.0, 2.0, 5.0];
 const QUICK_STRAY_PCT: &[f64] = &[1.0];
 
-/// Simulate all of it. `begin` makes a row and reports its title.
+/// Runs all simulations. `begin` makes a row and reports its title.
 pub(super) fn run(quick: bool, begin: &dyn Fn(&str) -> Row, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let plan = if quick { QUICK } else { FULL };
     for bloat_pct in plan.bloat_pct {
@@ -45,7 +44,6 @@ pub(super) fn run(quick: bool, begin: &dyn Fn(&str) -> Row, each: &mut dyn FnMut
     Ok(())
 }
 
-/// The result of one way in one simulation.
 struct Outcome {
     hit_pct: f64,
     ns: f64,
@@ -92,7 +90,7 @@ fn simulate(way: Way, plan: &Plan, truth: &Truth, seed: u64) -> Outcome {
         guest.cycle(truth);
         shares.push(guest.hits(truth));
     }
-    // The state of a guest that runs for long. The splits and joins of all the time are paid for by its accesses.
+    // The second half shows a guest that runs for long. Its accesses pay for the splits and joins of the whole run.
     let settled = &shares[shares.len() / 2..];
     let hits = settled.iter().sum::<f64>() / settled.len() as f64;
     let (splits, joins) = (guest.changed.0 as f64, guest.changed.1 as f64);

@@ -19,10 +19,9 @@ use crate::stats::random;
 
 /// Samples per second whose cost is measured.
 const COST_RATE: usize = 1_000_000;
-/// The end of mappings on x86-64, and the bytes below it that they may use: the roots are those of a real program.
+/// The end of mappings on x86-64, and the bytes below it that mappings may use: the roots are those of a real program.
 const MAPPINGS_END: u64 = 0x7fff_f7ff_f000;
 const MAPPINGS: u64 = 64 << 40;
-/// An empty heap.
 const HEAP: (u64, u64) = (0x2000_0000, 0x6000_0000);
 /// CPUs of the guest (Demeter §5.1).
 const VCPUS: u64 = 4;
@@ -30,7 +29,7 @@ const VCPUS: u64 = 4;
 const HOT_PART: u64 = 8;
 const SPOTS: u64 = 64;
 
-/// Simulate all of it. `begin` gets the title of the next row.
+/// Runs all simulations. `begin` gets the title of the next row.
 pub(crate) fn run(quick: bool, begin: &dyn Fn(&str), each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let row = |what: &str| {
         let mut row = Row::new("tiers", "simulated", what);
@@ -62,7 +61,7 @@ fn sample(memory: u64, count: usize, state: &mut u64) -> Vec<u64> {
     (0..count).map(|_| page()).collect()
 }
 
-/// CPU time of a classifier that is given a million samples a second, in percent of one CPU.
+/// CPU time of a classifier that gets a million samples a second, in percent of one CPU.
 fn cost(row: &mut Row, memory: u64, epochs: u64) -> Result<()> {
     row.fact("measures", "classifier_cpu");
     row.fact("samples_per_s", COST_RATE);

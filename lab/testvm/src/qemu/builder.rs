@@ -29,7 +29,7 @@ pub enum Accel {
 }
 
 impl Accel {
-    /// Returns the best one for this machine. A `/dev/kvm` without vmx or svm cannot boot a stock kernel.
+    /// Returns the best accelerator of this machine. A `/dev/kvm` without vmx or svm cannot boot a stock kernel.
     pub fn detect() -> Self {
         let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let hardware = flags.lines().any(|line| {
@@ -38,7 +38,7 @@ impl Accel {
         if hardware && Path::new("/dev/kvm").exists() { Self::Kvm } else { Self::Tcg }
     }
 
-    /// Returns QEMU's arguments. Under TCG the CPU has no ERMS, because TCG copies one byte per step with it.
+    /// Returns QEMU's arguments. Under TCG the CPU has no ERMS, because TCG would copy one byte per step with it.
     fn args(self) -> [&'static str; 4] {
         match self {
             Self::Kvm => ["-accel", "kvm", "-cpu", "host"],
@@ -160,7 +160,6 @@ impl Builder {
         self
     }
 
-    /// Returns QEMU's arguments.
     fn qemu_args(&self, image: &Image, redis_port: u16, qmp: &Path) -> Vec<String> {
         let mut args: Vec<String> = Vec::new();
         let mut put = |words: &[&str]| args.extend(words.iter().map(|word| word.to_string()));

@@ -1,6 +1,6 @@
 //! The serial console: copies it to a file, and finds the marker words that /init prints.
 //!
-//! Before: QEMU writes it to standard output. After: `wait_ready`, `wait_run` and `answer` read [`Said`].
+//! Before: QEMU writes the console to standard output. After: `wait_ready`, `wait_run` and `answer` read [`Said`].
 //! Threads: one reader per guest; waiters sleep on `changed`.
 //! Units: lines.
 //! Promise: `closed` is set only after every written line has been read.
@@ -16,27 +16,23 @@ use ballast_sys::lock::Lock;
 /// Console lines kept for error messages.
 pub(super) const TAIL_LINES: usize = 30;
 
-/// The state of the console, shared with the thread that reads it.
 #[derive(Debug, Default)]
 pub(super) struct Console {
     said: Mutex<Said>,
     pub(super) changed: Condvar,
 }
 
-/// The output of the console so far.
 #[derive(Debug, Default)]
 pub(super) struct Said {
-    /// The last lines.
     pub(super) tail: VecDeque<String>,
     /// `BALLAST-READY` was among the lines.
     pub(super) ready: bool,
-    /// The status that followed `BALLAST-EXIT`.
     pub(super) exit: Option<i32>,
-    /// The rest of each line with `BALLAST-SAYS` that was not fetched yet.
+    /// The text after `BALLAST-SAYS` in each such line that was not fetched yet.
     pub(super) answers: VecDeque<String>,
     /// The other end of the console is closed.
     pub(super) closed: bool,
-    /// The process had ended at the last check, and no line came since.
+    /// The process had ended at the last check, and no line has come since.
     pub(super) quiet_since_death: bool,
 }
 
@@ -45,7 +41,6 @@ impl Console {
         self.said.locked()
     }
 
-    /// Copy `from` to `to` until its end, and update the state.
     pub(super) fn follow(&self, from: ChildStdout, mut to: File) {
         let mut from = BufReader::new(from);
         let mut line = Vec::new();

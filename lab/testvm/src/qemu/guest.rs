@@ -28,7 +28,7 @@ pub struct QemuGuest {
     pub(super) input: Option<ChildStdin>,
     pub(super) console: Arc<Console>,
     pub(super) redis_port: u16,
-    /// It has the logs and the socket of the monitor.
+    /// The directory of the logs and of the monitor's socket.
     pub(super) dir: tempfile::TempDir,
 }
 
@@ -38,8 +38,7 @@ impl QemuGuest {
         self.wait_for("BALLAST-READY", timeout, |said| said.ready.then_some(()))
     }
 
-    /// Wait until the command of [`Builder::run`] has ended. Returns its exit status. [`Self::serial_log`] has its
-    /// output.
+    /// Wait until the command of [`Builder::run`] has ended. Returns its status. [`Self::serial_log`] has its output.
     pub fn wait_run(&mut self, timeout: Duration) -> Result<i32> {
         self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
     }
@@ -87,7 +86,7 @@ impl QemuGuest {
         }
     }
 
-    /// Returns the exit status as text, or that the process closed its console and still runs.
+    /// Returns the exit status as text, or says that the process closed its console and still runs.
     fn reap(&mut self, status: Option<ExitStatus>) -> String {
         let deadline = Instant::now() + Duration::from_secs(2);
         let mut status = status;
@@ -103,7 +102,7 @@ impl QemuGuest {
         (Ipv4Addr::LOCALHOST, self.redis_port).into()
     }
 
-    /// Connect to its monitor. It serves one connection at a time: drop the last one first.
+    /// Connect to its monitor, which serves one connection at a time: drop the last one first.
     pub fn qmp(&mut self) -> Result<Qmp> {
         let path = self.qmp_path();
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -124,7 +123,7 @@ impl QemuGuest {
         self.dir.path().join("qmp")
     }
 
-    /// The process that was started: QEMU, which the prefix becomes.
+    /// The process that was started: QEMU, because a prefix becomes QEMU.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -33,7 +33,7 @@ impl Image {
             .context("no guest image in target/guest; run scripts/guest-image.sh")
     }
 
-    /// Returns the one with the agent in it, which `scripts/agent-image.sh` made.
+    /// Returns the image with the agent, which `scripts/agent-image.sh` made.
     pub fn find_with_agent() -> Result<Self> {
         let folder = Self::find()?.kernel.with_file_name("agent");
         let image = Self { kernel: folder.join("vmlinuz"), initrd: folder.join("initrd.img") };

@@ -52,13 +52,12 @@ impl Dataset {
         format!("key:{key:08}")
     }
 
-    /// The number of keys per round trip.
     fn batch(&self) -> usize {
         (BATCH_BYTES / self.value_bytes.max(1)).clamp(1, 256)
     }
 
-    /// Returns the present value of `key`. Every second 64 bytes are random, and the others repeat one byte, so each
-    /// page compresses to about half.
+    /// Returns the present value of `key`: 64 random bytes and 64 equal ones in turn, so each page compresses to about
+    /// half.
     pub fn value(&self, key: usize) -> Vec<u8> {
         // The seed is mixed first, because the seeds of two guests often differ in one bit, as two versions do.
         let mut random = Random(Random(self.seed).word() ^ ((key as u64) << 32 | u64::from(self.versions[key])));
@@ -89,7 +88,6 @@ pub struct Verified {
 }
 
 impl Verified {
-    /// Compare one value with the expected one.
     fn check(&mut self, data: &Dataset, key: usize, got: Option<&[u8]>) {
         let want = data.value(key);
         let Some(got) = got else {
@@ -117,7 +115,7 @@ impl Verified {
 pub struct Mix {
     /// The operations stop after this time.
     pub duration: Duration,
-    /// The operations stop after this number, if it comes before `duration`.
+    /// The operations stop after this number, if that is reached before `duration`.
     pub max_ops: u64,
     /// The hot part of the keys, the first ones.
     pub hot_keys: f64,
@@ -142,7 +140,7 @@ pub struct Throughput {
     pub ops: u64,
     /// Writes among them.
     pub writes: u64,
-    /// How long it took.
+    /// Time of the operations.
     pub elapsed: Duration,
     /// The comparison of every value that was read.
     pub reads: Verified,
@@ -191,7 +189,7 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
     let start = Instant::now();
     while data.keys() > 0 && start.elapsed() < mix.duration && seen.ops < mix.max_ops {
         let mut pipeline = redis::pipe();
-        // Keys read in this batch. It must not write them later, because they would be compared with the new version.
+        // Keys that this batch reads. It must not write them later: they would be compared with the new version.
         let mut wants = Vec::with_capacity(PIPELINE);
         for _ in 0..PIPELINE {
             let range = if unit(&mut random) < HOT_OPS { hot } else { data.keys() };
@@ -230,7 +228,6 @@ fn set(pipeline: &mut Pipeline, data: &Dataset, key: usize) {
     pipeline.set(Dataset::name(key), data.value(key)).ignore();
 }
 
-/// Returns a random number, uniform in 0..1.
 fn unit(random: &mut Random) -> f64 {
     (random.word() >> 11) as f64 / (1u64 << 53) as f64
 }

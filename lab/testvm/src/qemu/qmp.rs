@@ -23,7 +23,6 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Read the greeting, and leave negotiation mode.
     pub(super) fn greet(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(TIMEOUT))?;
         let mut qmp = Self { stream: BufReader::new(stream) };
@@ -50,7 +49,6 @@ impl Qmp {
                 let answer = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
                 bail!("QMP {command}: {answer}");
             }
-            // Anything else is an event.
             if let Some(value) = heard.get_mut("return") {
                 return Ok(value.take());
             }
@@ -86,7 +84,7 @@ impl Qmp {
         Ok(list.iter().filter_map(|entry| entry["data"]["id"].as_str().map(str::to_string)).collect())
     }
 
-    /// Set the balloon's target: it leaves the guest `memory`, after some time.
+    /// Set the balloon's target: after some time, the balloon leaves the guest `memory`.
     pub fn set_balloon(&mut self, memory: Bytes) -> Result<()> {
         self.command("balloon", json!({ "value": memory.0 })).map(drop)
     }

@@ -8,7 +8,7 @@ pub fn root() -> PathBuf {
     Path::new(&here).ancestors().nth(2).expect("lab/tidy is two down").to_owned()
 }
 
-/// Fails the test if there are places, and lists them.
+/// Fails the test if the list of places is not empty, and prints the list.
 #[allow(dead_code, reason = "each test program takes what it needs")]
 pub fn none_is_left(places: &[String]) {
     assert!(places.is_empty(), "{} places:\n{}", places.len(), places.join("\n"));

@@ -6,7 +6,7 @@ use ballast_sys::lock::Lock;
 use std::sync::Arc;
 
 const RANGE: Range = (Hva(0x10000), 4096);
-/// How long a discard waits that an engine will read, however late the engine's thread runs.
+/// How long a discard waits for an engine that will read it, even if the engine's thread runs late.
 const LONG: Duration = Duration::from_secs(5);
 
 fn read(pair: &Pair) -> ClientToEngine {
@@ -14,7 +14,6 @@ fn read(pair: &Pair) -> ClientToEngine {
     wire::decode(&message.bytes).expect("a message")
 }
 
-/// Replies to each copy, like an engine, until `is_over`.
 fn reply_to_all(control: &ControlSocket, pair: &Pair, is_over: impl Fn() -> bool) {
     while !is_over() {
         if let Some(ClientToEngine::Discard { seq, .. }) =
@@ -149,7 +148,7 @@ fn a_discard_with_a_reply_is_not_sent_on_a_new_socket() {
     drop(state);
     let ClientToEngine::Discard { seq, .. } = read(&old) else { panic!("not a discard") };
     control.discard_done(seq, Ok(()));
-    // Its thread has not run since.
+    // The waiter's thread does not run between the reply and the new socket.
     let new = Arc::new(Pair::new().expect("pair"));
     control.replace(new.clone());
     assert!(new.take_back().is_empty(), "it would take effect after the reply");
@@ -177,7 +176,7 @@ fn no_discard_that_failed_was_ever_read_by_an_engine() {
                     panic!("not a discard");
                 };
                 read.insert(ranges[0].0.0);
-                // In one of eight cases it dies before it replies.
+                // In one of eight cases the engine dies before it replies.
                 if random >> 40 & 7 != 0 {
                     control.discard_done(seq, Ok(()));
                 }

@@ -51,7 +51,7 @@ impl Keeper {
         Some(Self { listener: listen(&path), path, _dir: Some(dir) })
     }
 
-    /// The listener dies. The directory stays for the next keeper.
+    /// Closes the listener. The directory stays for the next keeper.
     pub fn die(self) -> (Option<tempfile::TempDir>, PathBuf) {
         std::fs::remove_file(&self.path).expect("unlink");
         (self._dir, self.path)
@@ -61,13 +61,12 @@ impl Keeper {
         Self { listener: listen(&path), path, _dir: dir }
     }
 
-    /// The next client's socket.
     pub fn connection(&self) -> OwnedFd {
         wait_readable(&self.listener, "a client");
         rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).expect("accept")
     }
 
-    /// The next client, with its unanswered attach message.
+    /// The session of the next client, with its unanswered attach message.
     pub fn client(&self) -> Session {
         let socket = self.connection();
         let (message, fds) = receive(&socket);
@@ -163,7 +162,7 @@ impl Session {
         wire::decode(&received.bytes).expect("decode")
     }
 
-    /// Zaps these ranges; EINVAL also if a part of them was not zapped.
+    /// EINVAL also if a part of a range was not zapped.
     pub fn zap(&self, seq: u64, ranges: Vec<Range>) -> Option<i32> {
         let (error, kept) = self.zap_parts(seq, ranges);
         error.or((!kept.is_empty()).then_some(libc::EINVAL))

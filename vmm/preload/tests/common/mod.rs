@@ -50,7 +50,7 @@ impl Driven {
         }
     }
 
-    /// Fails because the child ended early, with its status and standard error.
+    /// Panics because the child ended early, with its status and standard error.
     fn died(&mut self, what: &str) -> ! {
         use std::io::Read;
         let status = self.child.wait();
@@ -68,7 +68,6 @@ impl Driven {
         }
     }
 
-    /// Writes a line and waits for the reply.
     pub fn ask(&mut self, line: &str) -> String {
         self.say(line);
         self.next()
@@ -86,7 +85,6 @@ impl Driven {
         }
     }
 
-    /// Reads the greeting and leaves negotiation mode.
     pub fn qmp_start(&mut self) {
         let greeting = self.next();
         assert!(greeting.contains("QMP"), "{greeting}");

@@ -16,22 +16,20 @@ use ballast_sys::Mapping;
 use ballast_sys::lock::Lock;
 use ballast_testkit::skip;
 
-/// What one VM writes and no other may find.
+/// The word that one VM writes and no other VM may find.
 pub const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 
-/// Memory of the pool for this VM, of any node.
 pub fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Grant {
     reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::Any).expect("granted")
 }
 
-/// Map it as a VMM would.
 pub fn map(grant: &Grant) -> Mapping {
     let piece =
         |extent: &Extent| (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize);
     Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
 }
 
-/// Leave a secret in each page, and return how many words were not zero.
+/// Writes the secret into each page, and returns how many words were not zero.
 pub fn search_and_mark(map: &Mapping) -> usize {
     let mut found = 0;
     for page in (0..map.len()).step_by(PAGE_SIZE) {
@@ -58,7 +56,6 @@ pub fn hold_in_pipe(ram: &Mapping, at: usize) -> (OwnedFd, OwnedFd) {
 /// One at a time: they share the kernel's number of huge pages.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Where a pool is.
 pub struct Place {
     dir: tempfile::TempDir,
     host: Host,
@@ -68,12 +65,12 @@ pub struct Place {
 }
 
 impl Place {
-    /// `None`, and said why, where there can be no pool.
+    /// `None`, with a printed skip, where there can be no pool.
     pub fn new() -> Option<Self> {
         Self::of(Page::Huge)
     }
 
-    /// The same for pages of this size.
+    /// As [`Self::new`], for pages of this size.
     pub fn of(page: Page) -> Option<Self> {
         let host = Host::default().with(page);
         let one = ONE.locked();
@@ -92,28 +89,24 @@ impl Place {
         Some(Self { dir, host, pages, _one: one })
     }
 
-    /// The directory.
     pub fn dir(&self) -> PathBuf {
         self.dir.path().join("pool")
     }
 
-    /// Open what is there.
     pub fn open(&self) -> Reserve {
         Reserve::open(&self.dir(), self.host.clone()).expect("open")
     }
 
-    /// The first node of this host.
     pub fn node(&self) -> u32 {
         self.pages[0].0
     }
 
-    /// A pool of this size in files of that size, all of the first node and zeroed; `None` where the host has too
-    /// little.
+    /// A pool of this size with files of `brick_mib`, of the first node and zeroed; `None` if the host has too little.
     pub fn pool(&self, size_mib: u64, brick_mib: u64) -> Option<Reserve> {
         self.pool_of(size_mib, brick_mib, Some(self.node()))
     }
 
-    /// The same of this node, or of all.
+    /// As [`Self::pool`], of this node, or of all nodes.
     pub fn pool_of(&self, size_mib: u64, brick_mib: u64, node: Option<u32>) -> Option<Reserve> {
         let mut reserve = self.open();
         let grown = reserve.grow(Want::Bytes(Bytes(size_mib * MIB)), node, Some(Bytes(brick_mib * MIB)));
@@ -129,7 +122,7 @@ impl Place {
         Some(reserve)
     }
 
-    /// Huge pages of the host now, beyond what it had.
+    /// Huge pages of the host beyond those that it had at the start.
     pub fn pages(&self) -> u64 {
         let sum = |pages: &[(u32, u64)]| pages.iter().map(|(_, pages)| pages).sum::<u64>();
         sum(&all_pages(&self.host).expect("pages")) - sum(&self.pages)
@@ -151,14 +144,13 @@ fn all_pages(host: &Host) -> std::io::Result<Vec<(u32, u64)>> {
     host.nodes()?.into_iter().map(|node| Ok((node, host.pages(node)?.total))).collect()
 }
 
-/// Take the file system of a pool away.
 pub fn unmount(dir: &Path) {
     if dir.exists() {
         let _ = Command::new("umount").arg("-l").arg(dir).status();
     }
 }
 
-/// Have a worker zero all that can be.
+/// Runs a worker's jobs until no slice can be zeroed.
 pub fn zero_all(reserve: &mut Reserve) {
     while let Some(job) = reserve.next_job().expect("a job") {
         let done = job.run();
@@ -166,7 +158,7 @@ pub fn zero_all(reserve: &mut Reserve) {
     }
 }
 
-/// The same, as an engine does it: what waits is tried again, and other pages take the place of those that are held.
+/// As [`zero_all`], with an engine's retries: waiting slices are tried again, and others replace held pages.
 pub fn settle(reserve: &mut Reserve) {
     zero_all(reserve);
     for _ in 0..12 {
@@ -205,7 +197,6 @@ pub fn two_nodes(root: &Path) -> Host {
     Host::at(root)
 }
 
-/// Bytes of all nodes.
 pub fn sum(reserve: &Reserve, of: impl Fn(&ballast_pool::Node) -> Bytes) -> u64 {
     reserve.overview().nodes.iter().map(|node| of(node).0).sum()
 }

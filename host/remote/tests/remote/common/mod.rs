@@ -20,8 +20,8 @@ pub const LEASE: Duration = Duration::from_secs(3600);
 /// Limit for every wait, on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Asks until there is an answer: on a busy machine a thread may stall for longer than the first timeouts of requests.
-/// Panics with the last refusal.
+/// Repeats `ask` until it succeeds: on a busy machine a thread may stall for longer than the first timeouts of
+/// requests. Panics with the last refusal.
 pub fn until<T, E: std::fmt::Debug>(mut ask: impl FnMut() -> Result<T, E>) -> T {
     let begun = Instant::now();
     loop {
@@ -50,12 +50,11 @@ pub fn store(cluster: &Arc<Cluster>) -> RemoteStore {
     store_of(VM, cluster)
 }
 
-/// A handle that no store gave.
+/// A handle that no store returned.
 pub fn nobodys() -> Handle {
     Handle::new(5).expect("40 bits")
 }
 
-/// Gets a page with `get`. Retries until the outcome is not `Busy`.
 pub fn known(store: &RemoteStore, mut get: impl FnMut() -> GetOutcome) -> GetOutcome {
     until(|| match get() {
         GetOutcome::Busy => Err(store.last_refusal()),
@@ -63,12 +62,10 @@ pub fn known(store: &RemoteStore, mut get: impl FnMut() -> GetOutcome) -> GetOut
     })
 }
 
-/// Gets a page. Retries until the outcome is not `Busy`.
 pub fn get_at_last(store: &RemoteStore, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
     known(store, || store.get(key, handle, out, IoContext::GUEST))
 }
 
-/// Gets a run. Retries until no outcome is `Busy`.
 pub fn get_run_at_last(store: &RemoteStore, first: PageKey, handles: &[Handle]) -> (Vec<GetOutcome>, Vec<PageBytes>) {
     let mut out = vec![[0; PAGE_SIZE]; handles.len()];
     let outcomes = until(|| {
@@ -78,13 +75,13 @@ pub fn get_run_at_last(store: &RemoteStore, first: PageKey, handles: &[Handle]) 
     (outcomes, out)
 }
 
-/// Puts pages, which have these forms in another store, or none there. Retries until no outcome is `Busy`.
+/// Puts pages, with their forms in another store if there are any. Retries until no outcome is `Busy`.
 pub fn put_at_last(store: &RemoteStore, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Vec<PutOutcome> {
     let mut outcomes = vec![PutOutcome::Busy; pages.len()];
     until(|| {
         let is_busy = |outcome: &PutOutcome| *outcome == PutOutcome::Busy;
         let Some(from) = outcomes.iter().position(is_busy) else { return Ok(()) };
-        // What is stored already is not put again.
+        // Pages that are stored already are not put again.
         let to = outcomes[from..].iter().position(|outcome| !is_busy(outcome)).map_or(pages.len(), |len| from + len);
         let (key, mut said) = (first.region.page(PageIdx(first.page.0 + from as u64)), Vec::new());
         store.put_blobs(key, &pages[from..to], blobs.get(from..to).unwrap_or_default(), &mut said);
@@ -94,12 +91,10 @@ pub fn put_at_last(store: &RemoteStore, first: PageKey, pages: &[PageBytes], blo
     outcomes
 }
 
-/// Stores pages. Retries until no outcome is `Busy`.
 pub fn stored(store: &RemoteStore, first: PageKey, pages: &[PageBytes]) -> Vec<Handle> {
     handles(store, put_at_last(store, first, pages, &[]))
 }
 
-/// Returns the handles of pages that were stored.
 pub fn handles(store: &RemoteStore, outcomes: Vec<PutOutcome>) -> Vec<Handle> {
     let handle = |outcome| match outcome {
         PutOutcome::Stored(handle) => handle,
@@ -116,7 +111,7 @@ pub fn tidy_up(store: &RemoteStore) {
     });
 }
 
-/// Starts a cluster; `None`, aloud, where there is no server.
+/// Starts a cluster; `None`, with a printed skip, where there is no server.
 pub fn start(layout: Layout) -> Option<Valkey> {
     if missing("valkey", valkey_missing()) {
         return None;
@@ -147,7 +142,7 @@ pub fn played(say: impl Fn(TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
     played_to(Access::default(), say)
 }
 
-/// The same with a way to log in.
+/// As [`played`], with a way to log in.
 pub fn played_to(access: Access, say: impl Fn(TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = Addr::parse(&listener.local_addr().expect("an address").to_string()).expect("an address");
@@ -172,8 +167,8 @@ pub fn shards(port: u16) -> String {
 /// The pieces of a reply, and the pause after each.
 pub type Slowly = (Vec<Vec<u8>>, Duration);
 
-/// Plays a server of a VM's pages at one connection: it has all slots, an identity and the VM's lease. To other
-/// commands it writes what `answer` returns; `None`: it says nothing.
+/// Serves one connection as a server of a VM's pages: it has all slots, an identity and the VM's lease. To other
+/// commands it writes what `answer` returns, or nothing for `None`.
 pub fn serve(stream: &TcpStream, answer: &dyn Fn(&[Vec<u8>]) -> Option<Slowly>) {
     let port = stream.local_addr().expect("an address").port();
     let (mut asked, mut says) = (BufReader::new(stream), stream);
@@ -200,7 +195,6 @@ pub fn serve(stream: &TcpStream, answer: &dyn Fn(&[Vec<u8>]) -> Option<Slowly>) 
     }
 }
 
-/// Reads the words of the next command.
 fn command(asked: &mut impl BufRead) -> Option<Vec<Vec<u8>>> {
     let number = |asked: &mut dyn BufRead| {
         let mut line = String::new();
@@ -217,7 +211,7 @@ fn command(asked: &mut impl BufRead) -> Option<Vec<Vec<u8>>> {
     (0..words).map(word).collect()
 }
 
-/// Removes all that these VMs have in the cluster. Returns the number of their pages.
+/// Removes all leases and pages of these VMs from the cluster. Returns the number of the pages.
 pub fn end(cluster: &Cluster, vms: &[VmId]) -> u64 {
     let (mut ended, mut pages) = (lease::Ended::default(), 0);
     vms.iter().for_each(|vm| ended.add(*vm));
@@ -227,13 +221,11 @@ pub fn end(cluster: &Cluster, vms: &[VmId]) -> u64 {
     pages
 }
 
-/// Returns the TLS files of a cluster.
 pub fn tls(valkey: &Valkey) -> Tls {
     let own = Some((valkey.dir().join("client.pem"), valkey.dir().join("client.key")));
     Tls { ca_file: valkey.dir().join("ca.pem"), own, name: None }
 }
 
-/// Returns a number from the environment, or the default.
 pub fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
