@@ -162,42 +162,41 @@ impl Reserve {
 
 impl Live {
     fn set_aside_of(&mut self, numa: u32, names: &Path) -> Result<(), Error> {
-        let live = self;
-        let (now, node) = (live.on_demand_of(numa)?, live.node(numa)?);
+        let (now, node) = (self.on_demand_of(numa)?, self.node(numa)?);
         let wanted = now.wanted();
         if now.aside < wanted {
-            let mut left = now.lacks(live.ready_for_demand(numa));
+            let mut left = now.lacks(self.ready_for_demand(numa));
             while left > 0 {
                 let slices = left.min(now.step());
-                let (id, domain) = live.new_vm().during("Asking for random numbers")?;
+                let (id, domain) = self.new_vm().during("Asking for random numbers")?;
                 // All in one trust domain, so that they share files. No process has these.
-                let domain = live.aside_domain().unwrap_or(domain);
-                live.name(names, id.get(), ASIDE)?;
+                let domain = self.aside_domain().unwrap_or(domain);
+                self.name(names, id.get(), ASIDE)?;
                 let parts = request::on_one_node(slices, node);
                 let request = Request { vm: VmId(id), domain, mode: Mode::Slices, parts };
-                if let Err(why) = live.pool.allocate(&request) {
-                    live.names.remove(&id.get());
-                    journal::store(names, &live.names).during("Writing who has what")?;
-                    return Err(Error::Refused(why, live.page));
+                if let Err(why) = self.pool.allocate(&request) {
+                    self.names.remove(&id.get());
+                    journal::store(names, &self.names).during("Writing who has what")?;
+                    return Err(Error::Refused(why, self.page));
                 }
-                live.punch_aside(VmId(id))?;
+                self.punch_aside(VmId(id))?;
                 left -= slices;
             }
             return Ok(());
         }
         // Half a step more stays, so that a page that comes and goes moves no slices.
         let mut spare = (now.aside - wanted).saturating_sub(if now.promised == 0 { 0 } else { now.step() / 2 });
-        let aside: Vec<(VmId, u32)> = live.aside_of(numa).collect();
+        let aside: Vec<(VmId, u32)> = self.aside_of(numa).collect();
         let mut released = false;
         for (vm, slices) in aside.into_iter().rev() {
             if slices <= spare {
-                live.pool.release(vm)?;
-                live.names.remove(&vm.0.get());
+                self.pool.release(vm)?;
+                self.names.remove(&vm.0.get());
                 (spare, released) = (spare - slices, true);
             }
         }
         if released {
-            journal::store(names, &live.names).during("Writing who has what")?;
+            journal::store(names, &self.names).during("Writing who has what")?;
         }
         Ok(())
     }

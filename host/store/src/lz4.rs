@@ -16,12 +16,12 @@ use ballast_base::PAGE_SIZE;
 
 use crate::PageBytes;
 
-const MATCH_MIN: usize = 4;
+pub(crate) const MATCH_MIN: usize = 4;
 /// Rules of the format: no match begins in the last 12 bytes, and the last 5 bytes are literals.
 const LAST_MATCH: usize = PAGE_SIZE - 12;
 const MATCH_END_MAX: usize = PAGE_SIZE - 5;
 /// A length nibble of this value is continued in the bytes that follow.
-const CONTINUED: usize = 15;
+pub(crate) const CONTINUED: usize = 15;
 
 /// After this number of rounds of [`ROUND`] positions without a match, the step grows by one, to pass noise quickly.
 /// Measured: twice the number makes blocks of machine code 1 % shorter, and takes a third longer for a page half of

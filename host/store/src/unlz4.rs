@@ -11,14 +11,12 @@
 //! machine. The tests compare the two.
 
 use crate::PageBytes;
+use crate::lz4::{CONTINUED, MATCH_MIN};
 
 /// A copy of up to this many bytes is done whole if there is space: one load and one store.
 const STRIDE: usize = 16;
 /// Matches from this length on are copied in pieces of growing length.
 const LONG: usize = 256;
-const MATCH_MIN: usize = 4;
-/// A length nibble of this value is continued in the bytes that follow.
-const CONTINUED: usize = 15;
 
 /// Decodes `block` into `out`; true if it was one page of a sound block.
 pub(crate) fn decode(block: &[u8], out: &mut PageBytes) -> bool {

@@ -97,7 +97,8 @@ impl Batch {
         let (_, program) = PROGRAMS.iter().find(|(known, _)| *known == name).context("there is no such program")?;
         // Arrays come and go: what the C library's allocator holds depends on the moment.
         let memory = if matches!(memory, Memory::Private) { &Memory::Mapping } else { memory };
-        let mut command = if name == JVM { jvm(program, dir.path(), memory)? } else { python(program, dir.path(), memory)? };
+        let mut command =
+            if name == JVM { jvm(program, dir.path(), memory)? } else { python(program, dir.path(), memory)? };
         let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("Starting {name}"))?;
         let out = child.stdout.take().context("the output was piped")?;
         let (send, lines) = channel();

@@ -117,7 +117,7 @@ mod tests {
             return skip("hugetlb", why);
         }
         let mount = dir.join(ballast_pool::FILES);
-        scopeguard(
+        finally(
             || drop(std::process::Command::new("umount").arg("--lazy").arg(&mount).status()),
             || {
                 let pages = || host.pages(0).expect("pages").total;
@@ -165,8 +165,8 @@ mod tests {
         );
     }
 
-    /// Runs `first` and then `last`, even if `first` panics.
-    fn scopeguard(last: impl FnOnce(), first: impl FnOnce()) {
+    /// Runs `first`, and then `last` even if `first` panics.
+    fn finally(last: impl FnOnce(), first: impl FnOnce()) {
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(first));
         last();
         if let Err(panic) = done {

@@ -76,6 +76,7 @@ mod write_back;
 /// How long the API waits for VMs to open: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
 
+/// Takes orders until the keeper and the last VM are gone.
 pub fn run() -> anyhow::Result<()> {
     detach(c"ballastd");
     // Guests wait for a new engine. The threads that this one starts have normal priority.

@@ -195,7 +195,8 @@ pub(super) fn has_swap(bench: &Bench, side: Side, row: &mut Row) -> bool {
 
 /// An error if one of these programs is not unpacked.
 pub(super) fn needs(programs: &[Program]) -> Result<()> {
-    let missing = |program: &Program| protocol_of(*program).map_or_else(|| batch::missing(&program.name()), server::missing);
+    let missing =
+        |program: &Program| protocol_of(*program).map_or_else(|| batch::missing(&program.name()), server::missing);
     programs.iter().find_map(missing).map_or(Ok(()), |why| Err(anyhow!(why)))
 }
 
