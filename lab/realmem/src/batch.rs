@@ -1,9 +1,10 @@
-//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means, a JVM. Its large memory is in one memfd or its
-//! own.
+//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means, a JVM. Its large memory is in one memfd or is
+//! its own.
 //!
-//! Before: `scripts/real-programs.sh` has unpacked the packages of Python; a JDK is installed for the JVM. After: [`Batch::run`] has the time of each
-//! unit; a drop ends the program. Threads: the program has one, on one CPU; a reader thread gets its lines.
-//! Units: seconds. Promise: units are equal, and a unit whose checksum is not that of the first one is wrong.
+//! Before: `scripts/real-programs.sh` has unpacked the packages of Python; a JDK is installed for the JVM. After:
+//! [`Batch::run`] has the time of each unit; a drop ends the program. Threads: the program stays on one CPU; a reader
+//! thread gets its lines. Units: seconds. Promise: units are equal, and a unit whose checksum is not that of the first
+//! one is wrong.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -31,7 +31,7 @@
 //!
 //! | Constant | Unit | What it bounds | Experiment |
 //! |---|---|---|---|
-//! | [`MARGIN_PART`] | of the limit | low is so far below it, the ceiling above; quarantine | `real.md`: the quarantine |
+//! | [`MARGIN_PART`] | of the limit | how far low is below it, the ceiling above; quarantine | `real.md` |
 //! | [`MARGIN_LEAST`] | bytes | the margin of a small VM | 16 pages of readahead of each thread fit |
 //! | [`BATCH`] | bytes | what one round puts into quarantine | some ms of picking and zapping |
 //! | [`PART`] | of T, of pages | a step of T; nearly all: fewer evicted | density: doubling alone loses half |
@@ -191,8 +191,8 @@ impl Controller {
         }
     }
 
-    /// A round evicted this many pages. Returns how many are to be in quarantine, in all: the pages that are left to go,
-    /// and the margin.
+    /// A round evicted this many pages. Returns how many are to be in quarantine, in all: the pages that are left to
+    /// go, and the margin.
     pub fn evicted(&mut self, round: &Round, pages: u64) -> u64 {
         let all = round.excess.saturating_sub(pages) + round.margin;
         if round.mode == Mode::Background {

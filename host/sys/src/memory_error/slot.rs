@@ -27,7 +27,8 @@ pub enum Fill {
     Zeros,
     /// These eight bytes, repeated over the page.
     Pattern(u64),
-    /// The content of this copy at the time of the loss. If another process has replaced the page already, that page stays.
+    /// The content of this copy at the time of the loss. If another process has replaced the page already, that page
+    /// stays.
     Copy(Arc<PageCopy>),
 }
 
