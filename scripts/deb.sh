@@ -79,7 +79,7 @@ put 644 configs/prometheus/ballast.rules.yml usr/share/ballast/prometheus/ballas
 put 644 configs/grafana/ballast.json usr/share/ballast/grafana/ballast.json
 
 doc=usr/share/doc/ballast
-for page in README.md ARCHITECTURE.md docs/*.md; do
+for page in README.md ARCHITECTURE.md CHANGELOG.md docs/*.md docs/openapi.json examples/*.py; do
     put 644 "$page" "$doc/$page"
 done
 {
