@@ -32,7 +32,7 @@ pub enum PoolCommand {
         /// Promise VMs on demand up to this part of what the pool has for them, as far as they can have the rest far
         #[arg(long, value_name = "PERCENT%")]
         overcommit: Option<Percent>,
-        /// Pages of 2 MiB, or beside them: of 1 GiB, in which a VM is not paged; shared memory, paged in 4 KiB
+        /// Pages of 2 MiB, or beside them, of 1 GiB, in which a VM is not paged
         #[arg(long, value_name = "2M|1G", default_value = "2M")]
         pages: PoolPages,
     },

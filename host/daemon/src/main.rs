@@ -70,6 +70,8 @@ fn run(args: Args) -> anyhow::Result<()> {
         Some(Role::Engine) => ballast_daemon::engine::run(),
         Some(Role::Keeper { kept, back, because }) => ballast_keeper::follow(&Follow { kept, back, because }),
         Some(Role::Check) => {
+            // Groups and users that this host does not have are errors at the start, too.
+            ballast_daemon::settings::for_keeper(&config)?;
             print!("{}", config.to_toml()?);
             Ok(())
         }
@@ -79,6 +81,15 @@ fn run(args: Args) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn check_refuses_a_group_that_this_host_does_not_have() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), "attach_group = \"ballast-no-such-group\"\n").expect("write");
+        let args = Args { config: Some(file.path().into()), runtime_dir: None, role: Some(Role::Check) };
+        let error = run(args).expect_err("no such group");
+        assert!(format!("{error:#}").contains("attach_group"), "{error:#}");
+    }
 
     #[test]
     fn options_may_stand_before_or_after_the_subcommand() {

@@ -25,7 +25,7 @@ pub enum AttachError {
     #[error("Attaching to Ballast: this kernel lacks userfaultfd features {0:#x}; run `ballast doctor`")]
     Features(u64),
     /// The keeper does not respond at its socket.
-    #[error("Attaching to Ballast: connecting to the keeper at {path} (is ballastd running?)")]
+    #[error("Attaching to Ballast: connecting to the keeper at {path} ({})", advice(.source))]
     Connect {
         /// The socket.
         path: PathBuf,
@@ -56,6 +56,14 @@ pub enum AttachError {
     },
 }
 
+/// What an operator should check if a connection failed in this way.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => "may this user attach? See attach_group in ballastd.toml",
+        _ => "is ballastd running?",
+    }
+}
+
 /// A request to the keeper did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
@@ -83,4 +91,16 @@ pub fn chain(error: &dyn std::error::Error) -> String {
         cause = source.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_who_may_not_attach_is_told_the_setting() {
+        let connect = |kind: io::ErrorKind| chain(&AttachError::Connect { path: "/s".into(), source: kind.into() });
+        assert!(connect(io::ErrorKind::PermissionDenied).contains("attach_group"));
+        assert!(connect(io::ErrorKind::NotFound).contains("is ballastd running?"));
+    }
 }
