@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::advise;
 use ballast_sys::lock::Lock;
-use ballast_sys::page_tables::PageTables;
+use ballast_sys::page_tables::{Entry, PageTables};
 use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::cgroup::{self, Cgroup, NotOwn, Reclaimed};
 use crate::found::{self, Found, Refusal};
 use crate::maps::Ram;
-use crate::memory::{Counter, Memory, pieces, present};
+use crate::memory::{Counter, Memory, data, pieces, present};
 use crate::order::Order;
 use crate::swap::Swap;
 use crate::vmm::Vmm;
@@ -244,36 +244,21 @@ impl Adopted {
     pub fn bring_back(&self) -> io::Result<()> {
         let ram = self.inner.locked().ram.clone();
         for part in &ram {
-            if part.shared {
+            let runs = if part.shared {
                 // Page tables do not tell which pages of shared memory are in swap, so all data of its file comes back.
-                self.bring_back_shared(part)?;
-                continue;
-            }
-            let mut swapped = Vec::new();
-            self.tables.runs(part.start, part.len, |run| {
-                if run.entry == ballast_sys::page_tables::Entry::Swapped {
-                    swapped.push((run.start, run.end.0 - run.start.0));
-                }
-            })?;
-            for (start, len) in swapped {
+                data(self.process.pid, part)?
+            } else {
+                let mut swapped = Vec::new();
+                self.tables.runs(part.start, part.len, |run| {
+                    if run.entry == Entry::Swapped {
+                        swapped.push((run.start, run.end.0 - run.start.0));
+                    }
+                })?;
+                swapped
+            };
+            for (start, len) in runs {
                 advise::bring_back(self.process.pid, start, len)?;
             }
-        }
-        Ok(())
-    }
-
-    fn bring_back_shared(&self, part: &Ram) -> io::Result<()> {
-        use rustix::fs::{SeekFrom, seek};
-        let pid = self.process.pid;
-        let file = std::fs::File::open(format!("/proc/{pid}/map_files/{:x}-{:x}", part.start.0, part.end().0))?;
-        let mut at = 0;
-        while let Ok(data) = seek(&file, SeekFrom::Data(at)) {
-            let end = seek(&file, SeekFrom::Hole(data))?.min(part.len);
-            if data >= end {
-                break;
-            }
-            advise::bring_back(pid, ballast_base::Hva(part.start.0 + data), end - data)?;
-            at = end;
         }
         Ok(())
     }

@@ -44,6 +44,11 @@ impl Ram {
         Hva(self.start.0 + self.len)
     }
 
+    /// Where it begins in its file.
+    pub(crate) fn offset(&self) -> u64 {
+        self.file.1.saturating_sub(self.len)
+    }
+
     /// Its last `len` bytes. The kernel joins guest RAM with private memory that the VMM has mapped just below it;
     /// above it QEMU keeps a page without rights.
     fn last(&self, len: u64) -> Self {
@@ -152,12 +157,20 @@ impl Ram {
     }
 }
 
+fn hex(text: &str) -> Option<u64> {
+    u64::from_str_radix(text, 16).ok()
+}
+
+/// The addresses in `START-END`.
+pub(crate) fn bounds(text: &str) -> Option<(u64, u64)> {
+    let (start, end) = text.split_once('-')?;
+    Some((hex(start)?, hex(end)?))
+}
+
 /// The first line of a mapping: `START-END rw-p OFFSET DEVICE INODE NAME`.
 fn head(line: &str) -> Option<Ram> {
     let mut words = line.split_ascii_whitespace();
-    let (start, end) = words.next()?.split_once('-')?;
-    let hex = |text| u64::from_str_radix(text, 16).ok();
-    let (start, end) = (hex(start)?, hex(end)?);
+    let (start, end) = bounds(words.next()?)?;
     let rights = words.next()?.as_bytes();
     let (offset, _device, inode) = (hex(words.next()?)?, words.next()?, words.next()?.parse::<u64>().ok()?);
     let name = words.next().unwrap_or_default();

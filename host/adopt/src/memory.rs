@@ -7,11 +7,13 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use ballast_base::{Hva, MIB, PAGE_SIZE, PageCount};
 use ballast_sys::clock::cpu_time;
 use ballast_sys::page_tables::{Entry, PageTables};
+use rustix::fs::{SeekFrom, seek};
 
 use crate::maps::{self, Ram};
 
@@ -171,14 +173,45 @@ fn changed(memory: Memory, before: u64, now: u64) -> Memory {
     }
 }
 
-/// Bytes that the file of a shared mapping holds, and those of them in swap; `None` if unknown.
+/// Bytes that the file of a shared mapping holds in its range, and those of them in swap; `None` if unknown.
 fn held_by_file(pid: u32, part: &Ram) -> Option<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
-    let path = format!("/proc/{pid}/map_files/{:x}-{:x}", part.start.0, part.end().0);
-    let file = std::fs::metadata(path).ok().filter(|file| file.len() == part.len)?;
+    let file = std::fs::metadata(path(pid, part).ok()?).ok()?;
     let smaps = std::fs::read(format!("/proc/{pid}/smaps")).ok()?;
     let swapped = maps::swapped(&String::from_utf8_lossy(&smaps), part.start)?;
-    Some(((file.blocks() * 512).min(part.len), swapped))
+    let held = if file.len() == part.len {
+        (file.blocks() * 512).min(part.len)
+    } else {
+        data(pid, part).ok()?.iter().map(|(_, len)| len).sum()
+    };
+    Some((held, swapped))
+}
+
+/// The runs of a shared mapping (address and length) for which its file holds data, in memory or in swap.
+pub fn data(pid: u32, part: &Ram) -> io::Result<Vec<(Hva, u64)>> {
+    let (file, first) = (File::open(path(pid, part)?)?, part.offset());
+    let (mut found, mut at) = (Vec::new(), first);
+    while let Ok(start) = seek(&file, SeekFrom::Data(at)) {
+        let end = seek(&file, SeekFrom::Hole(start))?.min(first + part.len);
+        if start >= end {
+            break;
+        }
+        found.push((Hva(part.start.0 + (start - first)), end - start));
+        at = end;
+    }
+    Ok(found)
+}
+
+/// The path of a mapping's file. The kernel has one for each of the mappings that count as one here.
+fn path(pid: u32, part: &Ram) -> io::Result<PathBuf> {
+    for entry in std::fs::read_dir(format!("/proc/{pid}/map_files"))? {
+        let entry = entry?;
+        let bounds = entry.file_name().to_str().and_then(maps::bounds);
+        if bounds.is_some_and(|(start, end)| (start..end).contains(&part.start.0)) {
+            return Ok(entry.path());
+        }
+    }
+    Err(io::ErrorKind::NotFound.into())
 }
 
 /// Runs of pages in memory within a range of pages. Pages are numbered through all of the RAM.

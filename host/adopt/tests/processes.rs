@@ -125,7 +125,7 @@ fn a_vmm_is_found_by_its_program_and_its_memory_is_where_it_put_it() {
 #[test]
 fn memory_goes_to_swap_and_every_byte_is_right_afterwards() {
     let Some(_swap) = swap() else { return };
-    for args in [&["-m", "64"][..], &["-m", "64", "-shared"]] {
+    for args in [&["-m", "64"][..], &["-m", "64", "-shared"], &["-m", "64", "-split"]] {
         let Some(mut vmm) = Vmm::start("firecracker", args) else { return };
         vmm.tell("fill 48");
         let vm = vmm.adopted();

@@ -1,5 +1,6 @@
 /* A VMM as far as adopting knows one: a program of that name with guest RAM of the size that its command line says.
- * Options: -m MiB[,...], -shared. It does what standard input says, line by line, and replies with one line each. */
+ * Options: -m MiB[,...], -shared, -split (shared, and mapped in two parts, of which the upper is the first half of the
+ * file; the first quarter is a mapping of its own). It does what standard input says, line by line, and replies with one line each. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -18,21 +19,45 @@ static uint64_t word(size_t at)
 	return x ^ (x >> 32);
 }
 
+/* Guest RAM: one mapping, or two. */
+static char *part[2];
+static size_t part_len;
+
+static char *byte(size_t at)
+{
+	return part[at / part_len] + at % part_len;
+}
+
 int main(int argc, char **argv)
 {
 	size_t len = 0;
-	int shared = 0;
+	int shared = 0, split = 0;
 	for (int i = 1; i < argc; i++) {
 		if (!strcmp(argv[i], "-m") && i + 1 < argc)
 			len = strtoull(argv[++i], 0, 10) << 20;
 		else if (!strcmp(argv[i], "-shared"))
 			shared = 1;
+		else if (!strcmp(argv[i], "-split"))
+			shared = split = 1;
 	}
 	int fd = -1;
 	if (shared && ((fd = memfd_create("ram", 0)) < 0 || ftruncate(fd, len)))
 		return 1;
-	char *ram = mmap(0, len, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
-	if (ram == MAP_FAILED)
+	part_len = split ? len / 2 : len;
+	if (split) {
+		char *room = mmap(0, 2 * len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (room == MAP_FAILED)
+			return 1;
+		part[0] = room + len;
+		part[1] = room;
+	}
+	for (int i = 0; i <= split; i++) {
+		int flags = (shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS) | (split ? MAP_FIXED : 0);
+		part[i] = mmap(part[i], part_len, PROT_READ | PROT_WRITE, flags, fd, i * part_len);
+		if (part[i] == MAP_FAILED)
+			return 1;
+	}
+	if (split && madvise(part[0], part_len / 2, MADV_DONTDUMP))
 		return 1;
 	char line[64];
 	puts("ready");
@@ -42,13 +67,13 @@ int main(int argc, char **argv)
 		if (sscanf(line, "fill %zu", &last) == 1) {
 			/* The second half of each page is zeros. */
 			for (size_t at = 0; at < last << 20; at += at % 4096 < 2040 ? 8 : 2056)
-				*(volatile uint64_t *)(ram + at) = word(at);
+				*(volatile uint64_t *)byte(at) = word(at);
 		} else if (sscanf(line, "check %zu", &last) == 1) {
 			for (size_t at = 0; at < last << 20; at += 8)
-				wrong += *(volatile uint64_t *)(ram + at) != (at % 4096 < 2048 ? word(at) : 0);
+				wrong += *(volatile uint64_t *)byte(at) != (at % 4096 < 2048 ? word(at) : 0);
 		} else if (sscanf(line, "touch %zu %zu", &first, &last) == 2) {
 			for (size_t at = first << 20; at < last << 20; at += 4096)
-				(void)*(volatile char *)(ram + at);
+				(void)*(volatile char *)byte(at);
 		} else if (sscanf(line, "plug %zu", &last) == 1) {
 			/* A DIMM, as QEMU maps one: touched, with a page behind it that nobody may touch. */
 			last <<= 20;
@@ -64,9 +89,13 @@ int main(int argc, char **argv)
 					pause();
 			}
 			for (size_t at = last << 20; at < len; at += 4096)
-				*(volatile char *)(ram + at) = *(volatile char *)(ram + at);
+				*(volatile char *)byte(at) = *(volatile char *)byte(at);
 		} else if (!strncmp(line, "lock", 4)) {
-			wrong = mlock(ram, len) != 0;
+			wrong = mlock(part[0], part_len) != 0;
+		} else if (!strncmp(line, "hide", 4)) {
+			wrong = mprotect(part[0], part_len, PROT_NONE) != 0;
+		} else if (!strncmp(line, "show", 4)) {
+			wrong = mprotect(part[0], part_len, PROT_READ | PROT_WRITE) != 0;
 		}
 		printf("%zu\n", wrong);
 		fflush(stdout);
