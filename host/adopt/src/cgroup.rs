@@ -174,8 +174,16 @@ fn swap_room_in(mount: &Path, cgroups: &str) -> Option<(u64, PathBuf)> {
 ///
 /// `cgroups`: the text of `/proc/PID/cgroup` of one of them.
 pub fn stall_us(cgroups: &str, pids: &[u32]) -> Option<u64> {
+    stall_us_in(mount()?, cgroups, pids)
+}
+
+fn stall_us_in(mount: &Path, cgroups: &str, pids: &[u32]) -> Option<u64> {
+    // A threaded cgroup has some threads of a process: libvirt's `emulator` has no vCPU.
+    let is_threaded = |directory: &PathBuf| {
+        std::fs::read_to_string(directory.join("cgroup.type")).is_ok_and(|kind| kind.trim() == "threaded")
+    };
     // The root belongs to no process alone.
-    let directory = ancestors(mount()?, cgroups).into_iter().next()?;
+    let directory = ancestors(mount, cgroups).into_iter().find(|directory| !is_threaded(directory))?;
     if members(&directory).iter().any(|member| !pids.contains(member)) {
         return None;
     }
@@ -252,6 +260,21 @@ mod tests {
         fs::create_dir(scope.join("memory.reclaim")).expect("a directory");
         let readonly = Cgroup::own_in(root.path(), EMULATOR, PID).expect_err("read-only");
         assert!(matches!(readonly, NotOwn::ReadOnly(..)), "{readonly}");
+    }
+
+    #[test]
+    fn the_stall_is_that_of_all_threads_although_they_are_in_cgroups_of_their_own() {
+        let total = |us: u32| format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={us}\n");
+        let (root, scope) = tree(&[]);
+        let (libvirt, emulator) = (scope.join("libvirt"), scope.join("libvirt/emulator"));
+        for (directory, kind, us) in [(&libvirt, "domain threaded\n", 500), (&emulator, "threaded\n", 3)] {
+            fs::write(directory.join("cgroup.type"), kind).expect("a file");
+            fs::write(directory.join("memory.pressure"), total(us)).expect("a file");
+        }
+        fs::write(libvirt.join("cgroup.procs"), "7\n").expect("a file");
+        assert_eq!(stall_us_in(root.path(), EMULATOR, &[PID]), Some(500));
+        fs::write(libvirt.join("cgroup.procs"), "7\n8\n").expect("a file");
+        assert_eq!(stall_us_in(root.path(), EMULATOR, &[PID]), None);
     }
 
     #[test]
