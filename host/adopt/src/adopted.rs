@@ -116,7 +116,7 @@ impl Adopted {
             Ok(cgroup) if cgroup.is_own(self.process.pid) && cgroup.takes_no_swap().is_none() => {
                 How::Reclaim(cgroup.directory().to_owned())
             }
-            Ok(cgroup) => How::PageOut(cgroup.takes_no_swap().unwrap_or_else(|| cgroup.shared(self.process.pid))),
+            Ok(cgroup) => How::PageOut(cgroup.takes_no_swap().unwrap_or_else(|| cgroup.not_own(self.process.pid))),
             Err(why) => How::PageOut(why.clone()),
         }
     }

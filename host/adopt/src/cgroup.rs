@@ -34,6 +34,9 @@ pub enum NotOwn {
     /// Other processes are in the cgroup.
     #[error("it shares the cgroup {0} with {1} other processes")]
     Shared(PathBuf, usize),
+    /// The process was moved since it was adopted.
+    #[error("it has left the cgroup {0}")]
+    Left(PathBuf),
     /// The kernel would reclaim files only.
     #[error("vm.swappiness is 0, and this kernel takes none for one reclaim")]
     Swappiness,
@@ -82,9 +85,10 @@ impl Cgroup {
         &self.directory
     }
 
-    /// Whether this process is still the only one in the cgroup.
+    /// Whether this process is still in the cgroup, and alone.
     pub fn is_own(&self, pid: u32) -> bool {
-        members(&self.directory).iter().all(|member| *member == pid)
+        let members = members(&self.directory);
+        !members.is_empty() && members.iter().all(|member| *member == pid)
     }
 
     fn open(&self) -> io::Result<std::fs::File> {
@@ -117,10 +121,15 @@ impl Cgroup {
         (is_zero && !self.takes_swappiness.load(Ordering::Relaxed)).then_some(NotOwn::Swappiness)
     }
 
-    /// The reason why the cgroup is not used while other processes are in it.
-    pub fn shared(&self, pid: u32) -> NotOwn {
-        let others = members(&self.directory).into_iter().filter(|member| *member != pid).count();
-        NotOwn::Shared(self.directory.clone(), others)
+    /// The reason why the cgroup is not used while it is not the process's own.
+    pub fn not_own(&self, pid: u32) -> NotOwn {
+        let members = members(&self.directory);
+        let others = members.iter().filter(|member| **member != pid).count();
+        if others == members.len() {
+            NotOwn::Left(self.directory.clone())
+        } else {
+            NotOwn::Shared(self.directory.clone(), others)
+        }
     }
 }
 
@@ -231,8 +240,13 @@ mod tests {
         assert_eq!(own.reclaim(4096).expect("written"), Reclaimed::All);
         assert_eq!(fs::read_to_string(scope.join("memory.reclaim")).expect("read"), "4096 swappiness=200");
         assert!(own.is_own(PID) && !own.is_own(8));
+        fs::write(scope.join("libvirt/emulator/cgroup.procs"), "").expect("a file");
+        assert!(!own.is_own(PID), "it was moved");
+        assert_eq!(own.not_own(PID), NotOwn::Left(scope.clone()));
+        fs::write(scope.join("libvirt/emulator/cgroup.procs"), "7\n").expect("a file");
         fs::write(scope.join("libvirt/cgroup.procs"), "8\n9\n").expect("a file");
         assert!(!own.is_own(PID));
+        assert_eq!(own.not_own(PID), NotOwn::Shared(scope.clone(), 2));
         let shared = Cgroup::own_in(root.path(), EMULATOR, PID).expect_err("shared");
         assert_eq!(shared, NotOwn::Shared(scope, 2));
     }
