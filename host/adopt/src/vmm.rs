@@ -65,6 +65,8 @@ impl Vmm {
         };
         let most = if program == Program::Qemu { qemu_most(args) } else { None };
         let name = name.or_else(|| libvirt_name(cgroups)).filter(|name| !name.is_empty());
+        // With 0, Cloud Hypervisor has memory zones, and QEMU its own default.
+        let memory = memory.filter(|bytes| *bytes > 0);
         Some(Self { program, name, memory, most })
     }
 }
@@ -95,10 +97,12 @@ fn qemu_name(args: &[&str]) -> Option<String> {
 
 /// QEMU's default, if the command line has no `-m`.
 const QEMU_DEFAULT: u64 = 128 * MIB;
+/// QEMU rounds the size of RAM up to a multiple of this, for example that of `-m 1.3G`.
+const QEMU_MULTIPLE: u64 = 8 * KIB;
 
 fn qemu_memory(args: &[&str]) -> Option<u64> {
     let Some(value) = qemu_option(args, "m") else { return Some(QEMU_DEFAULT) };
-    size(key(value, "size", true)?, MIB)
+    size(key(value, "size", true)?, MIB)?.checked_next_multiple_of(QEMU_MULTIPLE)
 }
 
 fn qemu_most(args: &[&str]) -> Option<u64> {
@@ -170,6 +174,9 @@ mod tests {
             ("qemu-system-aarch64 --name x -m 1G -m 2G", Program::Qemu, Some("x"), Some(2 * GIB), None),
             ("qemu-system-x86_64 -nodefaults", Program::Qemu, None, Some(128 * MIB), None),
             ("qemu-system-x86_64 -m lots", Program::Qemu, None, None, None),
+            ("qemu-system-x86_64 -m 1.3G", Program::Qemu, None, Some(1_395_867_648), None),
+            ("qemu-system-x86_64 -m 99999999999999999999G", Program::Qemu, None, None, None),
+            ("cloud-hypervisor --memory size=0 --memory-zone id=a,size=1G", Program::CloudHypervisor, None, None, None),
             ("cloud-hypervisor --memory size=512M,shared=on", Program::CloudHypervisor, None, Some(512 * MIB), None),
             ("cloud-hypervisor --memory=size=1G", Program::CloudHypervisor, None, Some(GIB), None),
             ("firecracker --id ci-7 --api-sock /s", Program::Firecracker, Some("ci-7"), None, None),
