@@ -258,6 +258,53 @@ fn with_adopt_all_vms_are_adopted_as_they_start_except_those_that_were_released(
 }
 
 #[test]
+fn a_vm_whose_memory_cannot_come_back_stays_adopted() {
+    let Some(_swap) = swap("1G") else { return };
+    let daemon = Daemon::start("");
+    let Some(mut vmm) = adopted(&daemon, "hidden") else { return };
+    daemon.api.set_limit("hidden", Some(24 * MIB)).expect("a limit");
+    is_held(&daemon, "hidden", 24 * MIB);
+    assert_eq!(vmm.tell("hide"), 0);
+    daemon.api.release("hidden", true).expect("it begins");
+    until("that is an event", || events(&daemon, "restore-failed").iter().any(|text| text.contains("stays adopted")));
+    assert_eq!(stat(&daemon, "hidden").limit_bytes, None);
+    assert_eq!(vmm.tell("show"), 0);
+    daemon.api.release("hidden", true).expect("it begins");
+    until("it is released", || daemon.api.vm("hidden").is_err());
+    assert_eq!(vmm.tell("check 64"), 0);
+}
+
+#[test]
+fn a_vm_that_is_being_released_has_no_limit_in_the_next_engine() {
+    let Some(_swap) = swap("1G") else { return };
+    let daemon = Daemon::start("");
+    let Some(mut vmm) = adopted(&daemon, "leaves") else { return };
+    daemon.api.set_limit("leaves", Some(8 * MIB)).expect("a limit");
+    is_held(&daemon, "leaves", 8 * MIB);
+    daemon.api.release("leaves", true).expect("it begins");
+    daemon.replace_engine();
+    // The engine may have been faster than its end.
+    let limit = daemon.api.vm("leaves").map(|vm| vm.limit_bytes);
+    assert!(limit.as_ref().is_ok_and(Option::is_none) || limit.is_err(), "{limit:?}");
+    assert_eq!(vmm.tell("check 64"), 0);
+}
+
+#[test]
+fn vms_that_are_adopted_at_once_are_all_known_to_the_next_engine() {
+    let daemon = Daemon::start("");
+    let names: Vec<String> = (0..8).map(|number| format!("at-once-{number}")).collect();
+    let Some(vmms) = names.iter().map(|name| Vmm::start(name)).collect::<Option<Vec<_>>>() else { return };
+    std::thread::scope(|scope| {
+        for request in vmms.iter().map(by_pid) {
+            let api = &daemon.api;
+            scope.spawn(move || api.adopt(&request).expect("adopted"));
+        }
+    });
+    daemon.replace_engine();
+    names.iter().for_each(|name| drop(stat(&daemon, name)));
+}
+
+#[test]
 fn an_engine_without_its_keeper_holds_adopted_vms_while_it_serves_a_paged_one() {
     let Some(_swap) = swap("1G") else { return };
     let mut daemon = Daemon::start("");

@@ -128,12 +128,16 @@ impl AdoptedVms {
     }
 
     pub fn keep(&self) {
+        // Locked before the list is read, so that of two calls the later one writes the later list.
+        let mut released = self.released.locked();
+        if !self.works() {
+            return;
+        }
         let vms = self.all();
         let kept_vm = |vm: &Arc<AdoptedVm>| {
             let Terms { name, limit, settings, .. } = vm.terms();
             KeptVm { process: vm.vm.process.into(), name, limit_bytes: limit.map(|limit| limit.0), settings }
         };
-        let mut released = self.released.locked();
         released.retain(|process| process.runs());
         let kept = Kept { vms: vms.iter().map(kept_vm).collect(), released: released.clone() };
         if let Err(error) = kept::write(&self.file, &kept) {
@@ -203,6 +207,11 @@ impl AdoptedVms {
 
     /// Forgets a VM: an operator released it, or its process ended.
     pub fn forget(&self, vm: &Arc<AdoptedVm>, is_released: bool) {
+        vm.leaves.store(true, Ordering::Release);
+        if is_released {
+            // Before it leaves the list: a VM in neither list would be adopted again.
+            self.released.locked().push(vm.vm.process.into());
+        }
         let mut list = self.list.locked();
         let before = list.len();
         list.retain(|known| !Arc::ptr_eq(known, vm));
@@ -212,7 +221,6 @@ impl AdoptedVms {
         drop(list);
         let name = vm.name();
         let (kind, text) = if is_released {
-            self.released.locked().push(vm.vm.process.into());
             ("released", format!("{name} is released: the kernel alone decides about its memory"))
         } else {
             ("gone", format!("{name} ended"))
@@ -276,5 +284,26 @@ impl AdoptedVms {
         (could > may).then(|| {
             format!("a limit of {limit} could need {} of swap, and its cgroup lets {} in", Bytes(could), Bytes(may))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_that_rests_does_not_write_the_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let vms = AdoptedVms::new(dir.path(), false, Arc::default()).expect("a descriptor");
+        let keeps = || {
+            vms.keep();
+            std::fs::remove_file(dir.path().join(kept::FILE)).is_ok()
+        };
+        vms.resume();
+        assert!(keeps());
+        vms.rest();
+        assert!(!keeps(), "the next engine writes it");
+        vms.resume();
+        assert!(keeps());
     }
 }

@@ -58,8 +58,10 @@ impl Terms {
 pub struct AdoptedVm {
     pub vm: Adopted,
     pub id: String,
-    /// Whether it is released once all of its memory is in DRAM.
+    /// Whether it is released, at once or when all of its memory is in DRAM. Then nothing more is reclaimed from it.
     pub leaves: AtomicBool,
+    /// The worker holds this during its work.
+    working: Mutex<()>,
     since: Instant,
     terms: Mutex<Terms>,
     pace: Mutex<Pace>,
@@ -106,6 +108,7 @@ impl AdoptedVm {
             id: identity(vm.process),
             waits: Mutex::new(Waits::new(0, Instant::now())),
             leaves: AtomicBool::new(false),
+            working: Mutex::default(),
             since: Instant::now(),
             terms: Mutex::new(terms),
             pace: Mutex::default(),
@@ -151,15 +154,27 @@ impl AdoptedVm {
     }
 
     pub fn due(&self) -> Option<Instant> {
-        let has_limit = self.terms.locked().effective_limit().is_some();
+        let has_limit = self.limit().is_some();
         has_limit.then(|| self.pace.locked().due.unwrap_or(self.since))
+    }
+
+    /// The limit to which it is held: none if it leaves, whatever a plan or an operator sets meanwhile.
+    fn limit(&self) -> Option<Bytes> {
+        let leaves = self.leaves.load(Ordering::Acquire);
+        self.terms.locked().effective_limit().filter(|_| !leaves)
+    }
+
+    /// Waits until the step that is under way has ended, if there is one.
+    pub fn finish_step(&self) {
+        drop(self.working.locked());
     }
 
     /// Reclaims from the VM if it is above its limit, at most one step.
     pub fn work(&self, swap: &Swap, events: &Events) {
+        let _working = self.working.locked();
         // A copy, because the kernel may take long for a step, and a change of the terms must not wait for the step.
         let mut pace = *self.pace.locked();
-        let Some(limit) = self.terms.locked().effective_limit() else { return };
+        let Some(limit) = self.limit() else { return };
         let begun = clock::cpu_time();
         let pause = match self.try_work(limit.0, swap, &mut pace) {
             Ok(Outcome::Below(resident)) => {

@@ -54,17 +54,29 @@ pub fn taken(host: &Host) -> Taken {
 }
 
 pub fn bring_back(host: Arc<Host>, vm: Arc<AdoptedVm>) -> std::io::Result<()> {
-    vm.leaves.store(true, Ordering::Release);
+    if vm.leaves.swap(true, Ordering::AcqRel) {
+        // A thread brings it back.
+        return Ok(());
+    }
     vm.change(|terms| (terms.limit, terms.target) = (None, None));
-    std::thread::Builder::new().name("bring-back".into()).spawn(move || {
-        if let Err(error) = vm.vm.bring_back()
-            && !vm.vm.has_ended()
-        {
-            let text = format!("not all of its memory was restored: {error}");
-            host.events.add(Some(vm.name()), "restore-failed", text);
+    // An engine that begins meanwhile must not hold it to its old limit.
+    host.adopted.keep();
+    let leaving = vm.clone();
+    let thread = std::thread::Builder::new().name("bring-back".into()).spawn(move || {
+        vm.finish_step();
+        match vm.vm.bring_back() {
+            Err(error) if !vm.vm.has_ended() => {
+                vm.leaves.store(false, Ordering::Release);
+                let text = format!("not all of its memory was restored, so it stays adopted: {error}");
+                host.events.add(Some(vm.name()), "restore-failed", text);
+            }
+            _ => host.adopted.forget(&vm, true),
         }
-        host.adopted.forget(&vm, true);
-    })?;
+    });
+    if let Err(error) = thread {
+        leaving.leaves.store(false, Ordering::Release);
+        return Err(error);
+    }
     Ok(())
 }
 
