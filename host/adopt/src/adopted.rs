@@ -110,6 +110,11 @@ impl Adopted {
         poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
+    /// Whether its process has executed a program since it was adopted: QEMU does so for an update (`cpr-exec`).
+    pub fn has_executed(&self) -> bool {
+        !self.tables.exist() && !self.has_ended()
+    }
+
     /// How its memory is paged out. A cgroup that other processes have joined is not reclaimed from.
     pub fn how(&self) -> How {
         match &self.cgroup {

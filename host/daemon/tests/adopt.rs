@@ -290,6 +290,18 @@ fn a_vm_that_is_being_released_has_no_limit_in_the_next_engine() {
 }
 
 #[test]
+fn a_vmm_that_executes_itself_keeps_its_limit() {
+    let Some(_swap) = swap("1G") else { return };
+    let daemon = Daemon::start("");
+    let Some(mut vmm) = adopted(&daemon, "again") else { return };
+    daemon.api.set_limit("again", Some(24 * MIB)).expect("a limit");
+    assert_eq!((vmm.tell("exec"), vmm.tell("fill 48")), (0, 0));
+    until("it is found again", || stat(&daemon, "again").untouched_bytes == 16 * MIB);
+    is_held(&daemon, "again", 24 * MIB);
+    assert_eq!(vmm.tell("check 48"), 0);
+}
+
+#[test]
 fn vms_that_are_adopted_at_once_are_all_known_to_the_next_engine() {
     let daemon = Daemon::start("");
     let names: Vec<String> = (0..8).map(|number| format!("at-once-{number}")).collect();

@@ -49,6 +49,11 @@ impl PageTables {
         Ok(Self { pagemap, scans })
     }
 
+    /// Whether a process still has these page tables: it has others once it executes a program, and none once it ends.
+    pub fn exist(&self) -> bool {
+        !matches!(self.pagemap.read_at(&mut [0; 8], 0), Ok(0))
+    }
+
     /// Call `each` with the runs in a range. A process that is gone has none.
     pub fn runs(&self, start: Hva, len: u64, mut each: impl FnMut(Entries)) -> io::Result<()> {
         if !self.scans {

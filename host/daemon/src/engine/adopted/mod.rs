@@ -229,6 +229,21 @@ impl AdoptedVms {
         self.events.add(Some(name), kind, text);
     }
 
+    /// Adopts a VM again, with its terms, after its process executed a program.
+    pub fn renew(&self, vm: &Arc<AdoptedVm>) {
+        match look(vm.vm.process.pid).and_then(Adopted::new) {
+            Ok(next) => {
+                let mut list = self.list.locked();
+                if let Some(known) = list.iter_mut().find(|known| Arc::ptr_eq(known, vm)) {
+                    *known = Arc::new(AdoptedVm::new(next, vm.terms()));
+                }
+            }
+            Err(Refusal::NotVmm(_)) => self.forget(vm, false),
+            // It may not have mapped its RAM yet.
+            Err(_) => {}
+        }
+    }
+
     /// Gives a VM the limit of a plan. Returns whether the limit changed; `None` if no adopted VM has the decision's
     /// id.
     pub fn apply(&self, decision: &Decision) -> Option<bool> {

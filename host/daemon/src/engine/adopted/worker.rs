@@ -22,7 +22,7 @@ use crate::engine::host::Host;
 
 const FINDS_EVERY: Duration = Duration::from_secs(2);
 const SWAP_EVERY: Duration = Duration::from_millis(100);
-/// Time between checks whether an adopted VM has attached, or its name was taken.
+/// Time between checks whether an adopted VM has attached, has executed a program, or its name was taken.
 const CHECKS_EVERY: Duration = Duration::from_secs(5);
 
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
@@ -154,13 +154,16 @@ impl Worker {
         }
     }
 
-    /// Releases VMs that have attached, and gives another name to those whose name an attached VM has.
+    /// Releases VMs that have attached, adopts again those that executed a program, and gives another name to those
+    /// whose name an attached VM has.
     fn check(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) {
         let taken = taken(&self.host);
         for vm in vms {
             let (name, pid) = (vm.name(), vm.vm.process.pid);
             if taken.pids.contains(&pid) {
                 adopted.forget(vm, true);
+            } else if vm.vm.has_executed() {
+                adopted.renew(vm);
             } else if taken.names.contains(&name) {
                 let next = format!("{name}-{pid}");
                 let next = if check_name(&next).is_ok() { next } else { format!("vm-{pid}") };
