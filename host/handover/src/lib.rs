@@ -11,7 +11,7 @@
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
 //! between keeper and engine, and [`upgrading`] is their state of an upgrade. Both processes also examine others:
 //! [`mappers`] finds those that map a VM's RAM where it is not served ([`places`]), [`holder`] those that can reach a
-//! file, [`known`] proves which file it is, and [`sleep`] finds where a thread sleeps in the kernel.
+//! file, and [`sleep`] finds where a thread sleeps in the kernel.
 #![forbid(unsafe_code)]
 
 pub mod arena;

@@ -16,7 +16,7 @@ const OF: usize = 0;
 const FENCED: usize = 1;
 const OVERFLOWN: usize = 2;
 const FIRST: usize = 3;
-/// Bit beside a thread id: see [`StateFile::beside`].
+/// Bit beside a thread id: see [`ThreadList::beside`].
 const BESIDE: u64 = 1 << 32;
 
 /// A thread in the list, until this is dropped.
@@ -94,7 +94,7 @@ impl<'a> ThreadList<'a> {
         fenced != 0 && fenced == own_tag
     }
 
-    /// See [`StateFile::beside`](crate::state_file::StateFile::beside).
+    /// See [`ThreadList::beside`](crate::state_file::StateFile::beside).
     pub fn beside<T>(self, own_tag: u64, work: impl FnOnce() -> T) -> T {
         let me = u64::from(this_thread());
         let swap = |from, to| {

@@ -5,10 +5,10 @@
 //!                                                              └► lend ─► the host's ─► take_back ─► dirty
 //! ```
 //!
-//! Read the files in this order: [`unit`] (slices, frames, names), [`state`] (one byte and its truth table), [`layout`]
-//! (places of the state), `words` (its memory), `table` (the state as values), `intent` (atomic changes), `check`
-//! (consistency), [`request`], `plan` (the bidirectional strategy), [`zero`] (dirty memory and the proof that it
-//! is not), [`stats`], `pool`, `zeroing`.
+//! Read the files in this order: [`mod@unit`] (slices, frames, names), [`state`] (one byte and its truth table),
+//! [`layout`] (places of the state), `words` (its memory), `table` (the state as values), `intent` (atomic changes),
+//! `check` (consistency), [`request`], `plan` (the bidirectional strategy), [`zero`] (dirty memory and the proof that
+//! it is not), [`stats`], `pool`, `zeroing`.
 //!
 //! A brick is a file, of a frame or less. It belongs to one trust domain at a time, and to none when no VM has a slice
 //! of it: a process that maps a part of a shared file can reach the rest. A VM that is its own trust domain, and whose

@@ -1,6 +1,6 @@
 //! The pool's state in a file that is mapped.
 //!
-//! Before: `reserve` opens or makes the file. After: [`map`] reads and writes its words.
+//! Before: `reserve` opens or makes the file. After: [`crate::map`] reads and writes its words.
 //! Threads: the owner's. Promise: a store is in the file at once, even if this process dies. The used part of the file
 //! has memory before it is touched: in a full file system, a touch of a hole would end the process (`SIGBUS`).
 

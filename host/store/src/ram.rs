@@ -115,7 +115,7 @@ impl RamStore {
     }
 
     /// Opens a store. Its contents are charged to the budget, even above the limit. If the last process that used it
-    /// died, call [`Store::recover`] next. A file without a layout becomes an empty store.
+    /// died, call `recover` next. A file without a layout becomes an empty store.
     ///
     /// # Errors
     /// The file is not an arena, has a layout that this program cannot read, or the wrong size.

@@ -19,7 +19,7 @@ use crate::keys::{Keys, Request, Sequence};
 use crate::protocol::{Protocol, Reply, VALUE, fill};
 use crate::server::{LOAD_CPU, Server, stay_on};
 
-/// Requests under way at a time on each of [`CONNECTIONS`].
+/// Requests under way at a time on each connection.
 pub const DEPTH: usize = 16;
 const CONNECTIONS: usize = 8;
 

@@ -208,8 +208,8 @@ impl Client {
         }
     }
 
-    /// From now on [`Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or earlier); without
-    /// it, do not let the kernel or a device write to guest RAM past the page table.
+    /// From now on [`crate::Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or earlier);
+    /// without it, do not let the kernel or a device write to guest RAM past the page table.
     pub fn may_pin(&self) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         self.shared.link.may_pin(self.shared.timing.answer)

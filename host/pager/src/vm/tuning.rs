@@ -21,7 +21,7 @@ pub struct Tuning {
     pub spill_after: Option<Duration>,
     /// Pause between two searches for units to map huge again: a unit must be whole in two of them in a row.
     pub coalesce_every: Duration,
-    /// Whether accesses are tracked; [`Vm::set_track`] changes it.
+    /// Whether accesses are tracked; an operator changes it.
     pub track: bool,
     /// Settings of access tracking.
     pub heat: Settings,

@@ -2,7 +2,7 @@
 //!
 //! Before: the owner has words, new or with the state of a pool. After: VMs have memory, and the host has memory that
 //! no VM needs.
-//! Threads: one, the owner's; a worker that zeroes holds a [`Dirty`] and needs no pool. Units: slices.
+//! Threads: one, the owner's; a worker that zeroes holds slices with old bytes and needs no pool. Units: slices.
 //! Promise: no I/O and no clock. After every operation, and after a death in the middle of one, [`Pool::validate`]
 //! finds nothing. The state comes first: memory is mapped, punched or given to the host after the operation has
 //! returned, and a program that opens the pool after a death makes the memory match the state.

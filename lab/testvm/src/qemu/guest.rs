@@ -33,17 +33,18 @@ pub struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// Wait until Redis serves, or, with [`Builder::run`], until the command starts.
+    /// Wait until Redis serves, or, with [`super::Builder::run`], until the command starts.
     pub fn wait_ready(&mut self, timeout: Duration) -> Result<()> {
         self.wait_for("BALLAST-READY", timeout, |said| said.ready.then_some(()))
     }
 
-    /// Wait until the command of [`Builder::run`] has ended. Returns its status. [`Self::serial_log`] has its output.
+    /// Wait until the command of [`super::Builder::run`] has ended. Returns its status. [`Self::serial_log`] has its
+    /// output.
     pub fn wait_run(&mut self, timeout: Duration) -> Result<i32> {
         self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
     }
 
-    /// Write a line to its console. [`Self::answer`] returns the reply of the command ([`Builder::run`]).
+    /// Write a line to its console. [`Self::answer`] returns the reply of the command ([`super::Builder::run`]).
     pub fn tell(&mut self, line: &str) -> Result<()> {
         let input = self.input.as_mut().context("a guest has no input")?;
         input.write_all(format!("{line}\n").as_bytes()).context("Telling a guest")
