@@ -87,6 +87,12 @@ fn is_held(daemon: &Daemon, name: &str, limit: u64) {
     until("it is at its limit", || stat(daemon, name).resident_bytes <= limit);
 }
 
+/// Sets a limit, and waits until the VM is at it.
+fn hold(daemon: &Daemon, name: &str, limit: u64) {
+    daemon.api.set_limit(name, Some(limit)).expect("a limit");
+    is_held(daemon, name, limit);
+}
+
 fn adopted(daemon: &Daemon, name: &str) -> Option<Vmm> {
     let mut vmm = Vmm::start(name)?;
     vmm.tell("fill 64");
@@ -109,8 +115,7 @@ fn an_adopted_vm_is_held_to_its_limit_through_deaths_of_engine_and_keeper() {
     let before = stat(&daemon, "held");
     assert_eq!((before.size_bytes, before.resident_bytes, before.limit_bytes), (64 * MIB, 64 * MIB, None));
     assert_eq!(before.adopted.as_ref().map(|adopted| adopted.by), Some(AdoptedBy::Pageout));
-    daemon.api.set_limit("held", Some(24 * MIB)).expect("a limit");
-    is_held(&daemon, "held", 24 * MIB);
+    hold(&daemon, "held", 24 * MIB);
     assert_eq!(vmm.tell("check 64"), 0);
     assert!(stat(&daemon, "held").faults.restored_pages >= 40 * 256 - 512);
     is_held(&daemon, "held", 24 * MIB);
@@ -145,8 +150,7 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
         assert_eq!((one.tell("check 64"), one.tell("touch 0 64")), (0, 0));
     }
     is_held(&daemon, "one", 16 * MIB);
-    daemon.api.set_limit("other", Some(16 * MIB)).expect("a limit");
-    is_held(&daemon, "other", 16 * MIB);
+    hold(&daemon, "other", 16 * MIB);
     // The limit of a third VM could need more swap than there is.
     let Some(third) = adopted(&daemon, "third") else { return };
     let refused = daemon.api.set_limit("third", Some(MIB)).expect_err("no room").to_string();
@@ -242,8 +246,7 @@ fn with_adopt_all_vms_are_adopted_as_they_start_except_those_that_were_released(
     let Some(mut vmm) = Vmm::start("comes") else { return };
     vmm.tell("fill 32");
     until("it is adopted", || daemon.api.vm("comes").is_ok());
-    daemon.api.set_limit("comes", Some(8 * MIB)).expect("a limit");
-    is_held(&daemon, "comes", 8 * MIB);
+    hold(&daemon, "comes", 8 * MIB);
     daemon.api.release("comes", true).expect("released");
     until("it is released", || daemon.api.vm("comes").is_err());
     assert!(vmm.tell("check 32") == 0);
@@ -262,8 +265,7 @@ fn a_vm_whose_memory_cannot_come_back_stays_adopted() {
     let Some(_swap) = swap("1G") else { return };
     let daemon = Daemon::start("");
     let Some(mut vmm) = adopted(&daemon, "hidden") else { return };
-    daemon.api.set_limit("hidden", Some(24 * MIB)).expect("a limit");
-    is_held(&daemon, "hidden", 24 * MIB);
+    hold(&daemon, "hidden", 24 * MIB);
     assert_eq!(vmm.tell("hide"), 0);
     daemon.api.release("hidden", true).expect("it begins");
     until("that is an event", || events(&daemon, "restore-failed").iter().any(|text| text.contains("stays adopted")));
@@ -279,8 +281,7 @@ fn a_vm_that_is_being_released_has_no_limit_in_the_next_engine() {
     let Some(_swap) = swap("1G") else { return };
     let daemon = Daemon::start("");
     let Some(mut vmm) = adopted(&daemon, "leaves") else { return };
-    daemon.api.set_limit("leaves", Some(8 * MIB)).expect("a limit");
-    is_held(&daemon, "leaves", 8 * MIB);
+    hold(&daemon, "leaves", 8 * MIB);
     daemon.api.release("leaves", true).expect("it begins");
     daemon.replace_engine();
     // The engine may have been faster than its end.
@@ -324,14 +325,12 @@ fn an_engine_without_its_keeper_holds_adopted_vms_while_it_serves_a_paged_one() 
     let Some(mut vmm) = adopted(&daemon, "held") else { return };
     daemon.kill_keeper();
     until("the engine knows", || !events(&daemon, "keeper-gone").is_empty());
-    daemon.api.set_limit("held", Some(24 * MIB)).expect("a limit");
-    is_held(&daemon, "held", 24 * MIB);
+    hold(&daemon, "held", 24 * MIB);
     assert_eq!(vmm.tell("check 64"), 0);
     is_held(&daemon, "held", 24 * MIB);
     daemon.restart_keeper();
     until("the next engine goes on", || daemon.api.vm("held").is_ok_and(|vm| vm.limit_bytes == Some(24 * MIB)));
-    daemon.api.set_limit("held", Some(16 * MIB)).expect("a limit");
-    is_held(&daemon, "held", 16 * MIB);
+    hold(&daemon, "held", 16 * MIB);
     assert_eq!(vmm.tell("check 64"), 0);
     drop(guest);
 }

@@ -1,6 +1,6 @@
-//! Finds the project's other programs: beside this one, else on `PATH`.
+//! Finds another program: beside this one, else on `PATH`.
 //!
-//! Before: a command needs another program of the project. After: it has the path, to start the program or exec it.
+//! Before: a command needs another program. After: it has the path, to start the program or exec it.
 //! Threads: any. Promise: a program beside this one comes first, so that programs of one build run together.
 
 use std::io;

@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ballast_sys::program;
 use ballast_testkit::program::Ends;
 
 use crate::load::Window;
@@ -57,7 +58,7 @@ pub struct Batch {
 /// Why the program of this name cannot run here, if so.
 pub fn missing(name: &str) -> Option<String> {
     if name == JVM {
-        return java().is_none().then(|| "there is no java (apt-get install default-jdk-headless)".to_owned());
+        return java().err().map(|error| format!("{error} (apt-get install default-jdk-headless)"));
     }
     let packages = programs().join("python");
     (!packages.join("duckdb").exists())
@@ -79,15 +80,14 @@ fn python(program: &str, dir: &Path, memory: &Memory) -> Result<Command> {
 /// A command that runs this text in a JVM.
 fn jvm(program: &str, dir: &Path, memory: &Memory) -> Result<Command> {
     fs::write(dir.join("program.java"), program).context("Writing program.java")?;
-    let mut command = command(&java().context("there is no java")?, dir, memory, LIBRARY)?;
+    let mut command = command(&java()?, dir, memory, LIBRARY)?;
     command.args(JVM_OPTIONS).arg("program.java");
     Ok(command)
 }
 
 /// The launcher of the JDK, beside which it finds its libraries.
-fn java() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).find_map(|dir| fs::canonicalize(dir.join("java")).ok())
+fn java() -> std::io::Result<PathBuf> {
+    fs::canonicalize(program::find("java")?)
 }
 
 impl Batch {
